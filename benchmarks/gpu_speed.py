@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.published_rows import GPUS, Row, accumulation, read
 from launcher.plan import gpu_speed
-from launcher.plan.gpu_speed import GpuSpeed, GpuWork
+from launcher.plan.gpu_speed import GpuStep
 from launcher.plan.scaling import BERT_MASK_RATE, MODELS
 from launcher.plan.step_model import GB, hardware
 
@@ -56,8 +56,7 @@ class Measured(NamedTuple):
     """A published row of one GPU."""
 
     row: Row
-    work: GpuWork
-    speed: GpuSpeed
+    step: GpuStep
     framework: str
     accumulation: int
     seconds: float  # of a micro batch, with its share of the optimizer
@@ -77,23 +76,29 @@ def measured(row: Row) -> Measured | None:
     if row["gpus"] != "1" or row["model"] not in MODELS or not row["seq_len"].isdigit():
         return None
     precision = {"AMP": "fp16", "FP16": "fp16"}.get(row["precision"], row["precision"].lower())
-    device = hardware()["gpus"][GPUS.get(row["gpu"], row["gpu"])]
-    known = gpu_speed.speed_of(GPUS.get(row["gpu"], row["gpu"]), precision)
-    speed = known or GpuSpeed(TF32_PEAK[device["device"]], device["memory_gb_s"] * GB, "tf32")
+    gpu = GPUS.get(row["gpu"], row["gpu"])
+    device = hardware()["gpus"][gpu]
+    peak = gpu_speed.peak_of(gpu, precision)
+    if peak is None:
+        peak, precision = TF32_PEAK[device["device"]], "tf32"
     optimizer = "lamb" if "LAMB" in row["optimizer"] else "adamw"
     rate = BERT_MASK_RATE if row["task"] == "pretrain" else 0.01
     micro = int(float(row["micro_batch"]))
-    work = gpu_speed.work_of(MODELS[row["model"]], int(row["seq_len"]), rate, micro, precision, optimizer)
+    model, length, bytes_s = MODELS[row["model"]], int(row["seq_len"]), device["memory_gb_s"] * GB
+    step = GpuStep(model, length, rate, micro, precision, optimizer, peak, bytes_s)
     steps = accumulation(row) if row["accum"] else UNKNOWN_ACCUMULATION
-    return Measured(
-        row, work, speed, framework_class(row["framework"]), steps, micro / float(row["seq_per_s"])
-    )
+    return Measured(row, step, framework_class(row["framework"]), steps, micro / float(row["seq_per_s"]))
+
+
+def device_of(row: Measured) -> tuple[float, float, str]:
+    """Return what tells a device and its precision apart."""
+    return row.step.peak, row.step.memory, row.step.precision
 
 
 def predicted_s(row: Measured, constants: dict[str, Any]) -> float:
     """Predict the seconds of a micro batch with its share of the optimizer."""
-    time = gpu_speed.estimate(row.work, row.speed, row.framework, constants)
-    return time.micro_s + time.optimizer_s / row.accumulation
+    micro_s, optimizer_s = gpu_speed.estimate(row.step, row.framework, constants)
+    return micro_s + optimizer_s / row.accumulation
 
 
 def nested(values: dict[str, float]) -> dict[str, Any]:
@@ -133,9 +138,9 @@ def left_out_errors(rows: list[Measured]) -> list[tuple[Measured, bool, float]]:
     errors = []
     for source in sorted({row.row["source"] for row in rows}):
         others = [row for row in rows if row.row["source"] != source]
-        constants, seen = fit(others), {row.speed for row in others}
+        constants, seen = fit(others), {device_of(row) for row in others}
         errors += [
-            (row, row.speed in seen, math.log(row.seconds / predicted_s(row, constants)))
+            (row, device_of(row) in seen, math.log(row.seconds / predicted_s(row, constants)))
             for row in rows
             if row.row["source"] == source
         ]
@@ -146,7 +151,7 @@ def floor(rows: list[Measured]) -> float:
     """Return the median error that rows alike in all inputs leave: each against the mean of its likes."""
     groups: dict[object, list[float]] = {}
     for row in rows:
-        groups.setdefault((row.work, row.speed, row.framework), []).append(row.seconds)
+        groups.setdefault((row.step, row.framework), []).append(row.seconds)
     alike = [math.log(s) - np.mean(np.log(g)) for g in groups.values() if len(g) > 1 for s in g]
     return float(np.median(np.abs(alike)))
 

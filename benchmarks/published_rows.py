@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
 from launcher.plan import step_model
-from launcher.plan.scaling import BERT_POSITIONS, MODELS
+from launcher.plan.scaling import BERT_SEQUENCE_LENGTH, MODELS
 from launcher.plan.step_model import GB, Collective, Fabric, LinkSpec, Scenario, constant, find_link, hardware
 from launcher.scale.models import StepProfile
 
@@ -173,7 +173,7 @@ def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, flo
     if row["model"] not in MODELS or not row["seq_len"].isdigit() or not row["micro_batch"]:
         raise NotPredictable("batch, sequence length or parallelism not stated")
     model, width = MODELS[row["model"]], float(row["grad_bytes_per_param"])
-    parameters = num_parameters(model, BERT_POSITIONS)
+    parameters = num_parameters(model, BERT_SEQUENCE_LENGTH)
     gpu = hardware()["gpus"].get(GPUS.get(row["gpu"], row["gpu"]))
     if gpu is None:
         raise NotPredictable(f"GPU not in hardware.yaml: {row['gpu']!r}")

@@ -66,16 +66,14 @@ class ThroughputCurve:
             out.append(((passes + self.update_s) * times, passes * times))
         return out
 
-    def best(self) -> float:
-        """Expected throughput of the best size that leaves a tenth of the memory free."""
-        return max(self.samples_per_s(m) for m in self.allowed())
-
     def allowed(self) -> list[int]:
+        """Sizes that leave a tenth of the memory free."""
         return [m for m in self.sizes if self.fits(m, 0.9)] or [self.sizes[0]]
 
     def loss(self, micro: int) -> float:
         """Share of the best throughput that this size loses; 1 where it does not fit."""
-        return 1 - self.samples_per_s(micro) / self.best() if self.fits(micro) else 1.0
+        best = max(self.samples_per_s(m) for m in self.allowed())
+        return 1 - self.samples_per_s(micro) / best if self.fits(micro) else 1.0
 
     def equally_often(self, runs: int, steps: int, samples: int) -> int:
         """The size with the best mean when `runs` runs are dealt out to all sizes in turn."""
@@ -142,7 +140,7 @@ class LossCurve:
 
     index: int
     best_lr: float
-    """Of whole runs."""
+    """Best rate of whole runs."""
     shift: float
     """Octaves by which runs of 1/8 of the tokens like a higher rate."""
     below: float
@@ -212,9 +210,8 @@ def ladder(top: float, count: int = 5, extensions: int = 3) -> list[float]:
 
 
 def quality(losses: Sequence[float], bound: float) -> dict[str, float]:
-    """How often a loss is within the bound, and the 95th percentile of the losses."""
+    """Count the losses within the bound, and return their 95th percentile too."""
     return {
         "within": sum(loss <= bound for loss in losses),
         "p95": round(sorted(losses)[math.ceil(0.95 * len(losses)) - 1], 4),
-        "mean": round(sum(losses) / len(losses), 5),
     }

@@ -62,8 +62,7 @@ def _nvml_counters(gpus: Sequence[int]) -> list[EnergyCounter]:
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in gpus]
-    return [EnergyCounter("nvml", partial(read_j, handle)) for handle in handles]
+    return [EnergyCounter("nvml", partial(read_j, pynvml.nvmlDeviceGetHandleByIndex(i))) for i in gpus]
 
 
 def _rapl_counters(root: Path) -> list[EnergyCounter]:
@@ -116,11 +115,10 @@ class LedgerFile(StoredModel):
     def total(self) -> Spent:
         """Sum over the starts."""
 
-        def total(name: str) -> float | None:
+        sums: dict[str, object] = {}
+        for name in Spent.model_fields.keys() - {"energy_origin"}:
             values = [getattr(start, name) for start in self.starts]
-            return None if None in values else math.fsum(values)
-
-        sums = {name: total(name) for name in Spent.model_fields if name != "energy_origin"}
+            sums[name] = None if None in values else math.fsum(values)
         origins = {start.energy_origin for start in self.starts if start.energy_origin}
         return Spent.model_validate({**sums, "energy_origin": " and ".join(sorted(origins)) or None})
 
@@ -213,15 +211,19 @@ class Ledger:
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _entry(self, now: float) -> Start:
-        seconds, run = now - self._began_s, self._run
+        """Return the entry of this start until now, with what the counters moved by since they were read."""
+        run, seconds = self._run, now - self._began_s
         hours = seconds * self._devices / 3600
         origin: str | None = None
-        joules = 0.0
-        if self._counters:
-            origin, joules = self._counters[0].origin, self._count()
-        elif run.watts_per_device is not None:
-            origin, joules = "stated", run.watts_per_device * self._devices * seconds
-        kwh = joules / 3.6e6 * run.pue if origin else None
+        for i, counter in enumerate(self._counters):
+            origin = counter.origin
+            with contextlib.suppress(Exception):  # the next reading counts it
+                now_j = counter.read_j()
+                self._joules += counter.between(self._readings_j[i], now_j)
+                self._readings_j[i] = now_j
+        if origin is None and run.watts_per_device is not None:
+            origin, self._joules = "stated", run.watts_per_device * self._devices * seconds
+        kwh = self._joules / 3.6e6 * run.pue if origin else None
         grams, price = run.grams_co2_per_kwh, run.price_per_device_hour
         return Start(
             began=self._began,
@@ -234,15 +236,6 @@ class Ledger:
             energy_origin=origin,
         )
 
-    def _count(self) -> float:
-        """Add what the counters moved by since the last reading to the joules of this entry."""
-        for i, counter in enumerate(self._counters):
-            with contextlib.suppress(Exception):  # the next reading counts it
-                now_j = counter.read_j()
-                self._joules += counter.between(self._readings_j[i], now_j)
-                self._readings_j[i] = now_j
-        return self._joules
-
 
 class Spending:
     """Read which share of a budget in dollars or kWh a run has spent.
@@ -254,22 +247,17 @@ class Spending:
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s
         self.evaluation_s = 0.0
-        self._spent: float | None = None
-        self._rate: float | None = None
-        self._spent_s = self._read_s = -math.inf
+        self._ledger, self._read_s = LedgerFile(), -math.inf
 
     def share(self, at_s: float) -> float:
         """Return the share at a moment of time.monotonic(). Raises OSError if the ledger cannot be read."""
         if at_s - self._read_s >= EVERY_S:
             with contextlib.suppress(ConfigError):  # a file server does not answer: the last rate goes on
-                ledger, self._read_s = read_ledger(self._run_dir), at_s
-                self._spent, self._rate = (
-                    getattr(ledger.total(), self._unit),
-                    getattr(ledger, f"{self._unit}_per_s"),
-                )
-                self._spent_s = ledger.at_s
-        if self._spent is None or self._rate is None:
+                self._ledger, self._read_s = read_ledger(self._run_dir), at_s
+        spent = getattr(self._ledger.total(), self._unit)
+        rate = getattr(self._ledger, f"{self._unit}_per_s")
+        if spent is None or rate is None:
             raise OSError(f"{self._run_dir / LEDGER} has no {self._unit}")
-        spent = self._spent + self._rate * max(0.0, at_s - self._spent_s)
-        usable = self._budget - self._rate * (self.end_s + self.evaluation_s)
-        return 1.0 if spent >= usable else spent / usable
+        spent += rate * max(0.0, at_s - self._ledger.at_s)
+        usable = self._budget - rate * (self.end_s + self.evaluation_s)
+        return 1.0 if spent >= usable else float(spent / usable)

@@ -1,1 +1,1 @@
-"""Answers before anything is bought or started: the scaling model and the hardware that it knows."""
+"""Plan budgets, sizes and scaling before anything is bought or started."""

@@ -27,17 +27,17 @@ from bert_dp.config import (
     read_yaml,
 )
 from bert_dp.config.schema import PlannedFigure, PredictedName
-from bert_dp.cost import num_parameters, peak_flops
+from bert_dp.cost import num_parameters
 from bert_dp.files.models import StoredFile, StoredModel
 from launcher import results
 from launcher.plan import gpu_speed, planner_page
 from launcher.plan.frontier import Frontier, LossLaw
 from launcher.plan.gpu_speed import Rate
 from launcher.plan.scaling import load_named, unknown_issues
-from launcher.plan.step_model import hardware
+from launcher.plan.step_model import hardware, interpolate
 from launcher.report import html
 from launcher.report.formats import format_count, format_si
-from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict, words
+from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, Verdict, table, words
 
 Unit = Literal["hours", "dollars", "kwh"]
 Origin = Literal["published", "stated"]  # of a cost
@@ -125,34 +125,34 @@ class Costs:
     notes: Mapping[str, tuple[Origin, str]] = dataclasses.field(default_factory=dict)
     """Origin and source of `dollars`, `kwh` and `co2_kg`."""
 
+    @property
+    def per_hour(self) -> dict[str, float | None]:
+        """Return the hours, dollars, kWh and kg of CO2 of an hour of all devices; None where a factor is not
+        known."""
+        kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
+        grams = self.grams_per_kwh
+        return {
+            "hours": 1.0,
+            "dollars": None if self.price is None else self.price * self.gpus,
+            "kwh": kw,
+            "co2_kg": None if kw is None or grams is None else kw * grams / 1e3,
+        }
+
     def hours(self, unit: str, amount: float) -> float:
         """Convert a budget into hours. Raises ConfigError where the price or the power is missing."""
-        per_hour = self.per_hour(unit)
+        per_hour = self.per_hour[unit]
         if per_hour is None:
             option = "--price" if unit == "dollars" else "--watts"
             message = f"a budget in {unit} needs it, and none is known for this device"
             raise ConfigError([Issue(option, "missing", message, None, f"--{unit}")])
         return amount / per_hour
 
-    def per_hour(self, unit: str) -> float | None:
-        """Return the hours, dollars or kWh of an hour of all devices."""
-        if unit == "hours":
-            return 1.0
-        if unit == "dollars":
-            return None if self.price is None else self.price * self.gpus
-        return None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
-
     def figures(self, hours: float) -> dict[str, PlannedFigure]:
         """Return hours, dollars, kWh and CO2; null where a factor is not known."""
-        values: dict[str, float | None] = {"hours": hours, "dollars": None, "kwh": None, "co2_kg": None}
-        if (price := self.per_hour("dollars")) is not None:
-            values["dollars"] = price * hours
-        if (kw := self.per_hour("kwh")) is not None:
-            values["kwh"] = kw * hours
-            values["co2_kg"] = None if self.grams_per_kwh is None else kw * hours * self.grams_per_kwh / 1e3
         found = {}
-        for name, value in values.items():
+        for name, rate in self.per_hour.items():
             origin, note = self.notes.get(name, ("stated", ""))
+            value = None if rate is None else rate * hours
             found[name] = PlannedFigure(value=value, origin=origin, note=note)
         return found
 
@@ -198,25 +198,27 @@ class BudgetOptions:
         if missing and (frontier is None or len(frontier.rates()) < 3):
             message = "not given, and no frontier has measured the speed of three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
-        if self.gpu in gpus and peak_flops(gpus[self.gpu]["device"], self.precision) is None:
+        if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not multiply {self.precision}"
             issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
         if self.from_ is not None and not self.keep_model:
             message, hint = "measured one model, and other sizes would be planned", "add --keep-model"
             issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
         if self.from_ is not None and self.gpu is not None:
-            message, hint = "the speed is the measured one", "give --price and --watts of its device"
+            message, hint = "--from has measured the speed", "give --price and --watts of its device"
             issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
         if frontier is None:
             return issues
         if self.tokens_per_parameter is not None:
-            message = "the frontier says it"
+            message = "the frontier decides the ratio"
             issues.append(Issue("--tokens-per-parameter", "conflict", message, None, "--frontier"))
         if frontier.contradicts:
             message = "its law does not describe its runs; see `bert-dp plan fit`"
             issues.append(Issue("--frontier", "unsupported", message, str(self.frontier)))
         if missing and frontier.world_size not in (None, self.gpus):
-            message = f"the runs of the frontier had {frontier.world_size}, and no other number was measured"
+            message = (
+                f"the runs of the frontier had {frontier.world_size} devices; no other number was measured"
+            )
             issues.append(Issue("--nproc", "conflict", message, self.gpus, "--frontier"))
         return issues
 
@@ -237,26 +239,22 @@ class BudgetOptions:
     def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
         """Return the costs with the origin of each factor, and warnings about old ones."""
         warnings: list[str] = []
-        notes: dict[str, tuple[Origin, str]] = {}
-
-        def factor(name: str, given: float | None, key: str | None, path: Path) -> float | None:
-            listed = None if key is None or given is not None else sourced_values(path).get(key)
-            if listed is None:
-                if given is not None:
-                    notes[name] = "stated", f"{given:g} as given"
-                return given
+        values = {"dollars": self.price, "kwh": self.watts, "co2_kg": self.g_per_kwh}
+        notes: dict[str, tuple[Origin, str]] = {
+            name: ("stated", f"{value:g} as given") for name, value in values.items() if value is not None
+        }
+        for name, key, path in (("dollars", self.gpu, PRICES), ("co2_kg", self.grid, GRID)):
+            listed = sourced_values(path).get(key or "")
+            if listed is None or values[name] is not None:
+                continue
+            values[name] = listed.value
             notes[name] = "published", f"{listed.value:g} {listed.unit}, {listed.date}: {listed.source}"
             if (days := (today - listed.date).days) > OLD_DAYS:
                 warnings.append(f"{key}: {listed.value:g} {listed.unit} is {days} days old ({listed.source})")
-            return listed.value
-
-        price = factor("dollars", self.price, self.gpu, PRICES)
-        grams = factor("co2_kg", self.g_per_kwh, self.grid, GRID)
-        watts = factor("kwh", self.watts, None, PRICES)
-        if watts is None and self.gpu is not None:
-            watts = float(hardware()["gpus"][self.gpu]["watts"])
+        if values["kwh"] is None and self.gpu is not None:
+            watts = values["kwh"] = float(hardware()["gpus"][self.gpu]["watts"])
             notes["kwh"] = "published", f"{watts:g} W, the board's greatest; give --watts"
-        return Costs(self.gpus, price, watts, self.pue, grams, notes), warnings
+        return Costs(self.gpus, values["dollars"], values["kwh"], self.pue, values["co2_kg"], notes), warnings
 
 
 def plan_budget(
@@ -294,8 +292,8 @@ def folder_issues(option: str, path: Path) -> list[Issue]:
     """Find whether there is a folder to write a file in."""
     if path.absolute().parent.is_dir():
         return []
-    message = f"{path.parent} is no folder"
-    return [Issue(option, "not_found", message, str(path), hint="name a file in one that is")]
+    message = f"the folder {path.parent} does not exist"
+    return [Issue(option, "not_found", message, str(path), hint="create it, or name another file")]
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
@@ -367,7 +365,7 @@ def make_plan(
     elif not is_chosen:
         wanted = _published_sizes(sizes, rates, hours)
     else:
-        best = _solve(sizes, rates, _budget_of(fit, tokens_per_parameter), hours, unit, costs)
+        best = _solve(sizes, rates, fit, tokens_per_parameter, hours, unit, costs)
         wanted = {"deep": best, "wide": best, "half the size": best / 2, "twice the size": 2 * best}
     target = next(iter(wanted.values()))
     rate = rates[nearest(sizes, target)]
@@ -400,9 +398,8 @@ def make_plan(
     models = list(planned.values())
     if is_chosen:
         batch = base.batch.global_size
-        steps = _rated(
-            tokens / (batch * base.data.sequence_length), rate, f"of {batch} sequences, as configured"
-        )
+        count = tokens / (batch * base.data.sequence_length)
+        steps = _rated(count, rate, f"of {batch} sequences, as configured")
         figures |= {"tokens": models[0].tokens, "steps": steps}
     return BudgetPlan(
         unit=unit,
@@ -419,16 +416,16 @@ def family(base: Config, aspect: float = DEEP) -> list[Config]:
     """Return the base with models of its kind by ascending width, with width / layers near `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
 
-    def shape(width: int) -> dict[str, int]:
-        return {
+    family = []
+    for width in WIDTHS:
+        shape = {
             "hidden_size": width,
             "num_layers": max(2, round(width / aspect)),
             "num_heads": width // (32 if width < 512 else 64),
             "intermediate_size": max(64, round(width * ratio / 64) * 64),
         }
-
-    models = [base.model.model_copy(update=shape(width)) for width in WIDTHS]
-    return [base.model_copy(update={"model": model}) for model in models]
+        family.append(base.model_copy(update={"model": base.model.model_copy(update=shape)}))
+    return family
 
 
 def size_of(config: Config) -> int:
@@ -441,63 +438,45 @@ def nearest(sizes: Sequence[float], target: float) -> int:
     return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i] / target)))
 
 
-def solve_above_tip(hours_of: Callable[[float], float], low: float, high: float, hours: float) -> float:
-    """Return the size in [low, high] whose best training takes `hours`.
+def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: float) -> float:
+    """Return the size whose best training takes `hours`.
 
-    hours_of is U-shaped: below a tipping size a smaller model uses the device less well and takes longer. The
+    sizes: ascending; hours_of: hours of the best training of each, linear in the logarithms between them.
+    They are U-shaped: below a tipping size a smaller model uses the device less well and takes longer. The
     solution is on the branch above it. Raises ValueError with the least hours where `hours` is below them,
-    or with the most where it is above what `high` takes.
+    or with those of the last size where it is above them.
     """
-    left, right = math.log(low), math.log(high)
-    golden = (math.sqrt(5) - 1) / 2
-    while right - left > 1e-9:  # golden-section search for the tipping size
-        a, b = right - golden * (right - left), left + golden * (right - left)
-        if hours_of(math.exp(a)) <= hours_of(math.exp(b)):
-            right = b
-        else:
-            left = a
-    least, most = hours_of(math.exp(left)), hours_of(high)
+    least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
         raise ValueError(least if hours < least else most)
-    right = math.log(high)
-    for _ in range(100):
-        middle = (left + right) / 2
-        if hours_of(math.exp(middle)) < hours:
-            left = middle
-        else:
-            right = middle
-    return math.exp(left)
-
-
-def _budget_of(fit: Frontier | None, ratio: float | None) -> Callable[[float], float]:
-    """Return the FLOPs for which a number of parameters is the best."""
-    if fit is None:
-        return lambda parameters: 6 * (ratio or 0.0) * parameters**2
-    scale, exponent = fit.law.best_parameters(1.0), fit.law.exponent
-    return lambda parameters: math.pow(parameters / scale, 1 / exponent)
+    below = max(i for i, each in enumerate(hours_of) if each <= hours)
+    if below == len(sizes) - 1:
+        return sizes[-1]
+    return interpolate(hours, dict(zip(hours_of[below : below + 2], sizes[below : below + 2], strict=True)))
 
 
 def _solve(
     sizes: Sequence[int],
     rates: Sequence[Rate],
-    budget_of: Callable[[float], float],
+    fit: Frontier | None,
+    ratio: float | None,
     hours: float,
     unit: Unit,
     costs: Costs,
 ) -> float:
-    """Return the parameters whose best training takes `hours` on these devices."""
-    known = {float(size): rate.tokens_per_s for size, rate in zip(sizes, rates, strict=True)}
-
-    def hours_of(parameters: float) -> float:
-        return budget_of(parameters) / (6 * parameters) / gpu_speed.interpolate(parameters, known) / 3600
-
+    """Return the parameters whose best training takes `hours` on these devices: by the law of `fit`, or with
+    `ratio` tokens a parameter."""
+    hours_of = []
+    for size, rate in zip(sizes, rates, strict=True):
+        tokens = (ratio or 0.0) * size if fit is None else fit.law.best_budget(size) / (6 * size)
+        hours_of.append(tokens / rate.tokens_per_s / 3600)
     try:
-        return solve_above_tip(hours_of, sizes[0], sizes[-1], hours)
+        return solve_above_tip(sizes, hours_of, hours)
     except ValueError as error:
         bound = float(error.args[0])
         word = "least" if bound > hours else "most"
-        message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for it"
-        hint = f"the {word} that one is: {bound * (costs.per_hour(unit) or math.nan):.3g} {unit}"
+        message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for this budget"
+        hint = f"give at {word} {bound * (costs.per_hour[unit] or math.nan):.3g} {unit}"
         raise ConfigError([Issue(f"--{unit}", "out_of_range", message, hours, hint=hint)]) from None
 
 
@@ -508,15 +487,12 @@ def small(flops: float) -> str:
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return the best number of parameters by each published answer, at the speed of that size."""
+    """Return the size of each published answer: the one that is nearest to the best of its own compute."""
+    spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():
-        flops = 6 * sizes[0] * rates[0].tokens_per_s * hours * 3600
-        for _ in range(50):  # the speed depends on the size
-            size = min(max(best(flops), sizes[0]), sizes[-1])
-            rate = rates[nearest(sizes, size)].tokens_per_s
-            flops = math.sqrt(flops * 6 * size * rate * hours * 3600)
-        found[name] = size
+        distances = [abs(math.log(best(c) / size)) for c, size in zip(spent, sizes, strict=True)]
+        found[name] = float(sizes[distances.index(min(distances))])
     return found
 
 
@@ -543,10 +519,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 
 
 def _fitted(
-    fit: Frontier,
-    value: Callable[[LossLaw], float],
-    more: float,
-    shown: Callable[[float], float] = lambda v: v,
+    fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
     """Return a value of the law with its interval, widened by `more` at each end, and then `shown` of it."""
     middle, (low, high) = fit.estimate(value)
@@ -583,27 +556,22 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
         for name, f in plan.figures.items()
         if f.value is not None
     ]
-    models = [
-        TableRow(
-            model.name,
-            [
-                TableCell(f"{model.num_layers} x {model.hidden_size}"),
-                TableCell(format_si(model.parameters), exact=model.parameters),
-                TableCell(figure_text("tokens", model.tokens)),
-                TableCell(figure_text("loss", model.loss) if model.loss else ""),
-                TableCell(model.note),
-            ],
-        )
-        for model in plan.models
+    columns: list[Quantity | Computed] = [
+        Computed(lambda model: f"{model.num_layers} x {model.hidden_size}", "layers x width", "word"),
+        Quantity("parameters", "parameters"),
+        Computed(lambda model: figure_text("tokens", model.tokens), "tokens", "word"),
+        Computed(lambda model: model.loss and figure_text("loss", model.loss), "loss", "word"),
+        Quantity("note", "" if plan.is_chosen else "source", "word"),
     ]
-    last = "" if plan.is_chosen else "source"
-    columns = [Column(h) for h in ("layers x width", "parameters", "tokens", "loss", last)]
+    models = [(model.name, model) for model in plan.models]
     title = "What the budget buys" if plan.is_chosen else "Published answers, none of which is chosen"
     return Report(
         "bert-dp: plan of a budget",
         verdicts=[Verdict("warn", text) for text in plan.warnings],
         sections=[
-            ReportSection("", tables=[Table(rows, title="Plan"), Table(models, columns, title, "model")])
+            ReportSection(
+                "", tables=[Table(rows, title="Plan"), table(models, columns, title=title, corner="model")]
+            )
         ],
         next=f"bert-dp train {written} --dry-run" if written else "",
     )

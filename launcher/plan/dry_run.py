@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bert_dp.config import CLOCKED, ConfigError, Issue
@@ -46,17 +47,17 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
     """Predict the tokens/s of `ranks` of this machine's GPUs, with the factor of the 95 % interval; None
     without GPUs, and where they or their rate in this precision are not known."""
-    config, listed = job.config, hardware()["gpus"]
+    config = job.config
     precision = "bf16" if config.precision == "auto" else config.precision
     nearest = [
         (len(row["device"]), -abs(gpu_speed.memory_gib(name) - (gpu.memory_gib or 0.0)), name)
         for gpu in job.machine.gpus[: min(job.gpus, 1)]
-        for name, row in listed.items()
-        if row["device"] in gpu.name
+        for name, row in hardware()["gpus"].items()
+        if row["device"] in gpu.name and gpu_speed.peak_of(name, precision) is not None
     ]
-    name = max(nearest)[2] if nearest else None
-    if name is None or gpu_speed.speed_of(name, precision) is None:
+    if not nearest:
         return None
+    name = max(nearest)[2]
     row, factor = gpu_speed.predicted_step(config, name, ranks, precision, config.batch.micro_size)
     return row.tokens_per_s, factor
 
@@ -73,9 +74,7 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
     def between(value: float, text: Callable[[float], str]) -> str:
         return f"{text(value)} ({text(value / factor)} to {text(value * factor)}, 95 %)"
 
-    def tokens_text(value: float) -> str:
-        return format_si(value, "tokens")
-
+    tokens_text = partial(format_si, unit="tokens")
     lines = [
         f"micro   {fits or 'none'} is the largest that divides the batch and fits 90 % of {gpu} (estimate)",
         f"speed   {between(row.tokens_per_s, tokens_text)} a second on {of}, "

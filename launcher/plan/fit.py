@@ -25,6 +25,11 @@ from launcher.report.page import Report, ReportSection, Table, Verdict, words
 FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by less belong to one budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
+SETTINGS = {
+    "mask_rate": "objective.mask_rate",
+    "data_hash": "data",
+    "sequence_length": "data.sequence_length",
+}
 CONTRADICTS = (
     "The law does not describe these runs: its best sizes are off by x {:.1f} from those of the runs of each "
     "budget. Repeated data or unfinished runs do this."
@@ -48,15 +53,15 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
             continue
         checkpoint = files.newest_checkpoint_facts(directory)
         facts = {
-            "objective.mask_rate": config.objective.mask_rate,
-            "data": checkpoint[1].data_hash if checkpoint else None,
-            "data.sequence_length": config.data.sequence_length,
+            "mask_rate": config.objective.mask_rate,
+            "data_hash": checkpoint[1].data_hash if checkpoint else None,
+            "sequence_length": config.data.sequence_length,
         }
-        for setting, value in facts.items():
-            first, of = common.setdefault(setting, (value, str(directory)))
+        for name, value in facts.items():
+            first, of = common.setdefault(name, (value, str(directory)))
             if value != first:
                 message = f"{directory} has {value}, {of} {first}: their losses do not compare"
-                issues.append(Issue(setting, "conflict", message, value, of))
+                issues.append(Issue(SETTINGS[name], "conflict", message, value, of))
         objective = config.task or config.objective.name
         if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
             message = f"{directory} is no finished pretraining run with a held-out loss ({summary.status})"
@@ -68,8 +73,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
             runs.append(CompletedRun(6.0 * size * tokens, size, loss, tokens, directory.name, rest, rate))
     if issues:
         raise ConfigError(issues)
-    mask_rate, data_hash, length = (value for value, _ in common.values())
-    shared = {"mask_rate": mask_rate, "data_hash": data_hash, "sequence_length": length}
+    shared = {name: value for name, (value, _) in common.items()}
     return runs, {**shared, "device": summary.device, "world_size": summary.world_size}
 
 
@@ -85,10 +89,8 @@ def read_table(path: Path) -> list[CompletedRun]:
     for line, row in enumerate(rows, 2):
         with refusing("--table", f"line {line} of {path}"):
             budget, size, loss = (float(row[name] or "") for name in COLUMNS[:3])
-            if not min(budget, size, loss) > 0:
-                raise ValueError("not a number above 0")
-            tokens = float(row.get("tokens") or budget / (6 * size))
-            if not (tokens > 0 and math.isfinite(budget + size + loss + tokens)):
+            tokens = float(row.get("tokens") or (size and budget / (6 * size)))
+            if not (min(budget, size, loss, tokens) > 0 and math.isfinite(budget + size + loss + tokens)):
                 raise ValueError("not a number above 0")
             runs.append(CompletedRun(budget, size, loss, tokens, f"line {line}"))
     return runs
@@ -98,10 +100,9 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
     """Give runs of nearly equal compute one budget, the geometric mean of theirs."""
     groups: list[list[CompletedRun]] = []
     for run in sorted(runs, key=lambda r: r.budget_flops):
-        if groups and run.budget_flops < SAME_BUDGET * groups[-1][0].budget_flops:
-            groups[-1].append(run)
-        else:
-            groups.append([run])
+        if not groups or run.budget_flops >= SAME_BUDGET * groups[-1][0].budget_flops:
+            groups.append([])
+        groups[-1].append(run)
     return [
         dataclasses.replace(run, budget_flops=statistics.geometric_mean(r.budget_flops for r in group))
         for group in groups
@@ -117,13 +118,12 @@ def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) 
     found = loss_fit.fit(rows)
     exponent, interval = found.estimate(lambda law: law.exponent)
     without = None
-    sizes = [row.parameters_without_embedding for row in rows]
-    if all(sizes):
-        smaller = [dataclasses.replace(r, parameters=n or 0.0) for r, n in zip(rows, sizes, strict=True)]
+    if all(row.parameters_without_embedding for row in rows):
+        smaller = [dataclasses.replace(r, parameters=r.parameters_without_embedding or 0.0) for r in rows]
         without = loss_fit.fit(smaller, draws=2).law.exponent
     minima = loss_fit.parabola_minima(rows)
-    inside = {budget: minimum for budget, minimum in minima.items() if minimum[1]}
-    off = [abs(math.log(found.law.best_parameters(c) / best)) for c, (best, _) in inside.items()]
+    inside = {budget: best for budget, (best, is_inside) in minima.items() if is_inside}
+    off = [abs(math.log(found.law.best_parameters(budget) / best)) for budget, best in inside.items()]
     more = {
         "exponent": exponent,
         "exponent_ci95": list(interval),

@@ -62,6 +62,10 @@ class LossLaw:
         ratio = math.pow(self.a * self.A / (self.b * self.B), 1 / (self.a + self.b))
         return ratio * math.pow(budget_flops / self.flops, self.exponent)
 
+    def best_budget(self, parameters: float) -> float:
+        """Return the budget in FLOPs for which a number of parameters is the best."""
+        return math.pow(parameters / self.best_parameters(1.0), 1 / self.exponent)
+
     def best_loss(self, budget_flops: float) -> float:
         """Return the loss at the best number of parameters."""
         parameters = self.best_parameters(budget_flops)
@@ -103,6 +107,11 @@ class Frontier(StoredFile):
         """True if the law's best sizes are so far from those of the runs that it does not describe them."""
         return self.contradiction is not None and self.contradiction > MAX_CONTRADICTION
 
+    @property
+    def student(self) -> float:
+        """Quantile of Student's t, with budgets - 2 degrees of freedom, that widens the intervals."""
+        return student(max(1, len(self.budgets) - 2))
+
     def rates(self) -> dict[float, float]:
         """Return measured tokens/s by parameters, of the runs that have them; the mean of equal sizes."""
         found: dict[float, list[float]] = {}
@@ -121,5 +130,5 @@ class Frontier(StoredFile):
         spread = statistics.stdev([value(law) for law in self.draws])
         each = [value(law) for law in self.left_out]
         jackknife = (len(each) - 1) * statistics.pstdev(each) / math.sqrt(len(each) - 1)
-        half = student(max(1, len(self.budgets) - 2)) * math.hypot(spread, jackknife)
+        half = self.student * math.hypot(spread, jackknife)
         return middle, (middle - half, middle + half)

@@ -9,7 +9,6 @@ fit had not seen.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import math
 import statistics
@@ -23,8 +22,8 @@ from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters, p
 from bert_dp.files.models import Summary
 from launcher import results
 from launcher.plan.scaling import ENGINES, estimated_profile
-from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, predict
-from launcher.scale.models import CellMeasurement, PredictedRow, Scaling, StepProfile
+from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
+from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
 FRAMEWORK = "compiled"  # class of torch.compile; the others are those of published rows
 PASSES, ATTENTION_PASSES = 60, 24  # numbers read and written per token and layer, of H and of heads x S
@@ -33,72 +32,42 @@ MIN_SPREAD = 0.05  # half of the 95 % interval of a measured rate, in logarithms
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # read and written per parameter by a fused step
 
 
-class GpuWork(NamedTuple):
-    """Work of one micro batch, and of one optimizer step, on one GPU."""
+class GpuStep(NamedTuple):
+    """One micro batch of a model and one optimizer step on one GPU."""
 
-    tokens: int
-    layers: int
-    flops: float  # forward and backward
-    memory_bytes: float  # of elementwise kernels
-    optimizer_bytes: float
-
-
-class GpuSpeed(NamedTuple):
-    """Rates of a GPU in one precision."""
-
+    model: ModelConfig
+    length: int  # tokens of a sequence
+    mask_rate: float
+    micro_batch: int  # sequences
+    precision: str
+    optimizer: str
     peak: float  # FLOP/s of matrix products
     memory: float  # bytes/s
-    precision: str
 
 
-class EstimatedTime(NamedTuple):
-    """Seconds of one micro batch and of one optimizer step, and the factor of their 95 % interval."""
-
-    micro_s: float
-    optimizer_s: float
-    factor: float
-
-
-def work_of(
-    model: ModelConfig,
-    sequence_length: int,
-    mask_rate: float,
-    micro_batch: int,
-    precision: str,
-    optimizer: str,
-) -> GpuWork:
-    """Count the work of a micro batch of `micro_batch` sequences."""
-    tokens = micro_batch * sequence_length
-    width = 2 if precision in ("bf16", "fp16") else 4
-    numbers = PASSES * model.hidden_size + ATTENTION_PASSES * model.num_heads * sequence_length
-    return GpuWork(
-        tokens,
-        model.num_layers,
-        tokens * flops_per_token(model, sequence_length, mask_rate),
-        tokens * model.num_layers * width * numbers,
-        num_parameters(model, sequence_length) * OPTIMIZER_BYTES[optimizer],
-    )
-
-
-def speed_of(gpu: str, precision: str) -> GpuSpeed | None:
-    """Return the rates of a GPU of hardware.yaml; None where its peak in this precision is not known."""
-    row = hardware()["gpus"][gpu]
-    peak = peak_flops(row["device"], precision)
-    return None if peak is None else GpuSpeed(peak, row["memory_gb_s"] * GB, precision)
+def peak_of(gpu: str, precision: str) -> float | None:
+    """Return the peak of a GPU of hardware.yaml, FLOP/s; None where it is not known in this precision."""
+    return peak_flops(hardware()["gpus"][gpu]["device"], precision)
 
 
 def estimate(
-    work: GpuWork, speed: GpuSpeed, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
-) -> EstimatedTime:
-    """Estimate the times of `work`. `constants`: other ones than those of hardware.yaml."""
-    known = constants or hardware()["gpu_speed"]
-    share = known["matmul_share"]["16-bit" if speed.precision in ("bf16", "fp16") else speed.precision]
-    matmul = work.flops / (speed.peak * share) * (1 + known["tokens"] / work.tokens)
-    bytes_s = speed.memory * constant("memory_reach")
-    memory = work.memory_bytes * known["memory_traffic"][framework] / bytes_s
-    launch = work.layers * known["launch_s"][framework]
-    optimizer = work.optimizer_bytes * known["optimizer_traffic"] / bytes_s
-    return EstimatedTime(matmul + memory + launch, optimizer, math.exp(1.96 * known["spread"]))
+    step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
+) -> tuple[float, float]:
+    """Estimate the seconds of the micro batch and of the optimizer step. `constants`: other ones than those
+    of hardware.yaml."""
+    known, model = constants or hardware()["gpu_speed"], step.model
+    tokens = step.micro_batch * step.length
+    is_narrow = step.precision in ("bf16", "fp16")
+    share = known["matmul_share"]["16-bit" if is_narrow else step.precision]
+    flops = tokens * flops_per_token(model, step.length, step.mask_rate)
+    matmul = flops / (step.peak * share) * (1 + known["tokens"] / tokens)
+    bytes_s = step.memory * constant("memory_reach")
+    numbers = PASSES * model.hidden_size + ATTENTION_PASSES * model.num_heads * step.length
+    moved = tokens * model.num_layers * numbers * (2 if is_narrow else 4)
+    memory = moved * known["memory_traffic"][framework] / bytes_s
+    launch = model.num_layers * known["launch_s"][framework]
+    optimizer_bytes = num_parameters(model, step.length) * OPTIMIZER_BYTES[step.optimizer]
+    return matmul + memory + launch, optimizer_bytes * known["optimizer_traffic"] / bytes_s
 
 
 # --- tokens per second of a configuration
@@ -146,7 +115,7 @@ def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
     that fits. Raises ConfigError where not even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:
-        message = f"not one sequence of this model fits {gpu}"
+        message = f"not even one sequence of this model fits the memory of {gpu}"
         raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
     row, factor = predicted_step(config, gpu, gpus, precision, micro)
     note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"
@@ -163,12 +132,11 @@ def predicted_step(
 ) -> tuple[PredictedRow, float]:
     """Predict the step of a configuration, and return it with the factor of its 95 % interval."""
     model, length = config.model, config.data.sequence_length
-    work = work_of(model, length, config.objective.mask_rate, micro, precision, config.optim.name)
-    speed = speed_of(gpu, precision)
-    assert speed is not None
-    time = estimate(work, speed)
-    of = hardware()["gpus"][gpu]["device"], precision, micro, length, model, num_parameters(model, length)
-    profile = estimated_profile(*of, time.micro_s, time.optimizer_s)
+    row, peak = hardware()["gpus"][gpu], peak_of(gpu, precision)
+    assert peak is not None
+    work = config.objective.mask_rate, micro, precision, config.optim.name
+    times = estimate(GpuStep(model, length, *work, peak, row["memory_gb_s"] * GB))
+    profile = estimated_profile(row["device"], precision, micro, length, model, *times)
     link = link_of(gpu, gpus)
     scenario = Scenario(
         Fabric(gpus, find_link(link) if link else None),
@@ -178,58 +146,55 @@ def predicted_step(
         max(1, config.batch.global_size * config.parallel.tensor // (micro * gpus)),
         constant("device_spread") if gpus > 1 else 0.0,
     )
-    return predict(profile, scenario), time.factor
+    return predict(profile, scenario), math.exp(1.96 * hardware()["gpu_speed"]["spread"])
 
 
 def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rate:
     """Read the tokens/s of a run directory or of the fastest such cell of a scaling.json. Raises ConfigError
     for a record of another model, sequence length, precision or number of devices."""
-    model: ModelConfig | StepProfile | None
-    length: int | None
     if not path.exists():
         raise ConfigError([Issue("--from", "not_found", f"{path} does not exist", str(path))])
-    if path.is_dir():
-        summary = results.read(path / "summary.json", Summary)
-        trained = load_config(path / "config.yaml")
-        model, length, parameters = trained.model, trained.data.sequence_length, summary.parameters
-        found, counts, rate = summary.precision, {summary.world_size}, summary.tokens_per_s
-        note = f"{path}: {summary.device}, micro batch {summary.micro_batch}"
-    else:
-        scaling = results.read(path, Scaling)
-        settings, model = scaling.settings, scaling.profile
-        length, parameters, found = settings.sequence_length, settings.parameters, settings.precision
-        cells = {c.world_size: c for c in sorted(scaling.cells, key=_cell_rate) if _cell_rate(c)}
-        counts, cell = set(cells), cells.get(ranks)
-        rate = cell.tokens_per_s if cell else None
-        note = f"{path}: {settings.device}" + (f", cell {cell.id}" if cell else "")
 
     def shape(of: ModelConfig | StepProfile | None, count: int | None) -> str:
         layers = f"{of.num_layers} x {of.hidden_size} with {of.num_heads} heads" if of else "no profile"
         return f"{layers}, {count or 0:,} parameters"
 
-    wanted = shape(config.model, num_parameters(config.model, config.data.sequence_length))
-    facts: list[tuple[str, object, object]] = [
-        ("model", shape(model, parameters), wanted),
-        ("data.sequence_length", length, config.data.sequence_length),
-        ("--precision", found, precision),
-        ("--nproc", ranks if ranks in counts else " and ".join(map(str, counts)), ranks),
-    ]
+    rates: Mapping[int | None, float | None]
+    found: tuple[str, int | None, str | None]
+    if path.is_dir():
+        summary = results.read(path / "summary.json", Summary)
+        trained = load_config(path / "config.yaml")
+        model = shape(trained.model, summary.parameters)
+        found = model, trained.data.sequence_length, summary.precision
+        rates = {summary.world_size: summary.tokens_per_s}
+        note = f"{path}: {summary.device}, micro batch {summary.micro_batch}"
+    else:
+        scaling = results.read(path, Scaling)
+        settings, model = scaling.settings, shape(scaling.profile, scaling.settings.parameters)
+        found = model, settings.sequence_length, settings.precision
+        # data-parallel cells that ran to their end, of each number of ranks the fastest
+        ran = [c for c in scaling.cells if (c.status, c.kind, c.tensor) == ("ok", "run", 1)]
+        cells = {c.world_size: c for c in sorted(ran, key=lambda c: c.tokens_per_s or 0.0)}
+        rates = {count: cell.tokens_per_s for count, cell in cells.items()}
+        note = f"{path}: {settings.device}" + (f", cell {cells[ranks].id}" if ranks in cells else "")
+    length = config.data.sequence_length
+    wanted = shape(config.model, num_parameters(config.model, length)), length, precision
     issues = [
         Issue(setting, "conflict", f"{path} measured {measured}, not {needed}", needed, "--from")
-        for setting, measured, needed in facts
+        for setting, measured, needed in zip(
+            ("model", "data.sequence_length", "--precision"), found, wanted, strict=True
+        )
         if measured != needed
     ]
+    if ranks not in rates:
+        message = f"{path} measured {' and '.join(map(str, rates))}, not {ranks}"
+        issues.append(Issue("--nproc", "conflict", message, ranks, "--from"))
+    rate = rates.get(ranks)
     if not issues and not rate:
         issues = [Issue("--from", "missing", f"{path} holds no tokens/s", str(path))]
     if issues:
         raise ConfigError(issues)
     return Rate(rate or 0.0, math.exp(MIN_SPREAD), "measured", note)
-
-
-def _cell_rate(cell: CellMeasurement) -> float:
-    """Return the tokens/s of a data-parallel cell that ran to its end, else 0."""
-    ran = cell.status == "ok" and cell.kind == "run" and cell.tensor == 1
-    return (cell.tokens_per_s or 0.0) if ran else 0.0
 
 
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
@@ -245,11 +210,3 @@ def measured_rate(parameters: float, rates: Mapping[float, float], source: str) 
     beyond = max(0.0, math.log(sizes[0] / parameters), math.log(parameters / sizes[-1]))
     factor = math.exp(max(MIN_SPREAD, 2 * spread) * (1 + beyond))
     return Rate(interpolate(parameters, rates), factor, "measured", source)
-
-
-def interpolate(size: float, rates: Mapping[float, float]) -> float:
-    """Return the rate of a size, linear in the logarithms, beyond the ends by the nearest two sizes."""
-    sizes = sorted(rates)
-    i = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
-    low, high = sizes[i - 1], sizes[i]
-    return float(rates[low] * (rates[high] / rates[low]) ** (math.log(size / low) / math.log(high / low)))

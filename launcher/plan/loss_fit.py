@@ -6,15 +6,14 @@ searched (variable projection, Golub & Pereyra 1973).
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError, Issue
+from bert_dp.config.errors import require
 from launcher.plan.frontier import MIN_BUDGETS, MIN_RUNS, CompletedRun, Frontier, LossLaw
 from launcher.report.formats import count_of
 
@@ -31,41 +30,41 @@ MANY_BUDGETS = 6  # from which whole budgets are resampled too
 
 def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Frontier:
     """Fit the law and its resampled copies. Raises ConfigError for too few runs or budgets."""
-    budgets = sorted({run.budget_flops for run in runs})
-    if len(runs) < MIN_RUNS or len(budgets) < MIN_BUDGETS:
-        counts = f"{count_of(len(runs), 'run')} of {count_of(len(budgets), 'budget')}"
+    budgets = [run.budget_flops for run in runs]
+    groups = [np.flatnonzero(np.equal(budgets, budget)) for budget in sorted(set(budgets))]
+    if len(runs) < MIN_RUNS or len(groups) < MIN_BUDGETS:
+        counts = f"{count_of(len(runs), 'run')} of {count_of(len(groups), 'budget')}"
         message = f"{counts}; a fit needs {MIN_RUNS} runs of {MIN_BUDGETS} budgets"
         raise ConfigError([Issue("RUNS", "missing", message, len(runs))])
     flops = float(np.median([run.budget_flops / (run.parameters * run.tokens) for run in runs]))
-    best, *others = _minima(runs, flops)
+    logs = np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
+    best, *others = _minima(logs, flops)
     random = np.random.default_rng(seed)
-    resampled = [_polish(_resample(runs, budgets, random), best, flops)[1] for _ in range(draws)]
-    left_out = [_minima([run for run in runs if run.budget_flops != budget], flops)[0] for budget in budgets]
+    resampled = [_polish(logs[:, _resample(groups, random)], best, flops)[1] for _ in range(draws)]
+    left_out = [_minima(np.delete(logs, group, axis=1), flops)[0] for group in groups]
     return Frontier(runs=list(runs), law=best, draws=resampled, left_out=left_out, others=others)
 
 
-def _resample(
-    runs: Sequence[CompletedRun], budgets: Sequence[float], random: np.random.Generator
-) -> list[CompletedRun]:
-    """Draw as many runs of each budget with replacement; from MANY_BUDGETS on also the budgets."""
-    groups = [[run for run in runs if run.budget_flops == budget] for budget in budgets]
+def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
+    """Draw as many runs of each budget with replacement; from MANY_BUDGETS on also the budgets. `groups`:
+    indices of the runs of each budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
-    return [group[i] for group in groups for i in random.integers(len(group), size=len(group))]
+    return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
 
 
-def _minima(runs: Sequence[CompletedRun], flops: float) -> list[LossLaw]:
-    """Return the polished minima over the exponents, best first, those near the best alone."""
+def _minima(logs: Floats, flops: float) -> list[LossLaw]:
+    """Return the polished minima over the exponents, best first, those near the best alone.
+
+    logs: [3, runs], logarithms of parameters, tokens and losses.
+    """
+    ndimage = require("scipy.ndimage", "glue", "RUNS: fitting")
     a, b = (axis.ravel() for axis in np.meshgrid(EXPONENTS, EXPONENTS, indexing="ij"))
-    constants, sums = _project(runs, a, b)
-    grid = np.pad(sums.reshape(len(EXPONENTS), -1), 1, constant_values=np.inf)
-    lowest = np.full(grid[1:-1, 1:-1].shape, True)
-    for i, j in itertools.product((-1, 0, 1), repeat=2):
-        if i or j:
-            rows = slice(1 + i, grid.shape[0] - 1 + i)
-            lowest &= grid[1:-1, 1:-1] <= grid[rows, 1 + j : grid.shape[1] - 1 + j]
-    starts = sorted(np.flatnonzero(lowest.ravel()), key=lambda i: float(sums[i]))[:BASINS]
-    polished = [_polish(runs, LossLaw(*map(float, (*constants[i], a[i], b[i]))), flops) for i in starts]
+    constants, sums = _project(logs, a, b)
+    grid = sums.reshape(len(EXPONENTS), -1)
+    lowest = np.flatnonzero(grid == ndimage.minimum_filter(grid, 3, mode="nearest"))
+    starts = sorted(lowest, key=lambda i: float(sums[i]))[:BASINS]
+    polished = [_polish(logs, LossLaw(*map(float, (*constants[i], a[i], b[i]))), flops) for i in starts]
     polished.sort(key=lambda each: each[0])
     kept: list[LossLaw] = []
     for total, law in polished:
@@ -75,7 +74,7 @@ def _minima(runs: Sequence[CompletedRun], flops: float) -> list[LossLaw]:
     return kept
 
 
-def _project(runs: Sequence[CompletedRun], a: Floats, b: Floats) -> tuple[Floats, Floats]:
+def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
     """Solve for E, A, B >= 0 at each pair of exponents.
 
     a, b: [pairs]. Returns [pairs, 3] constants and [pairs] sums of the Huber loss of ln(fit / loss). Weights
@@ -83,17 +82,17 @@ def _project(runs: Sequence[CompletedRun], a: Floats, b: Floats) -> tuple[Floats
     reweighted least squares); the seven sets of constants above zero are each solved, and the best one with
     none below zero is kept.
     """
-    n, d, loss = (np.array([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss"))
-    n0, d0 = math.exp(np.log(n).mean()), math.exp(np.log(d).mean())  # so that the columns are near 1
-    columns = np.stack([np.ones((len(a), len(n))), (n / n0) ** -a[:, None], (d / d0) ** -b[:, None]], axis=-1)
+    means = logs[:2].mean(axis=1)
+    n, d = logs[:2] - means[:, None]  # so that the columns are near 1
+    loss = np.exp(logs[2])
+    columns = np.stack([np.ones((len(a), len(n))), np.exp(-a[:, None] * n), np.exp(-b[:, None] * d)], axis=-1)
     weights = np.broadcast_to(1 / loss**2, columns.shape[:2])
     for _ in range(REWEIGHTINGS):
         constants = _non_negative(columns, loss, weights)
         fitted = np.maximum((columns @ constants[:, :, None])[:, :, 0], 1e-12)
         residual = np.log(fitted / loss)
         weights = np.minimum(1.0, HUBER / np.maximum(np.abs(residual), 1e-15)) / loss**2
-    constants[:, 1] *= n0**a
-    constants[:, 2] *= d0**b
+    constants[:, 1:] *= np.exp(np.stack([a, b], axis=1) * means)
     return constants, _huber(residual).sum(axis=1)
 
 
@@ -112,47 +111,34 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
     return best
 
 
-def _polish(runs: Sequence[CompletedRun], start: LossLaw, flops: float) -> tuple[float, LossLaw]:
+def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
     """Minimise the summed Huber loss of ln(fit / loss) over all five constants from `start`, by L-BFGS.
 
     The sum, not the mean, whose small gradients end the search early (Besiroglu et al., arXiv 2404.10102).
+    Returns the sum over HUBER^2, and the law.
     """
-    from scipy.optimize import minimize
-
-    n, d, loss = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss"))
-    n0, d0 = n.mean(), d.mean()
-    n, d = n - n0, d - d0
-    tiny = 1e-300
+    optimize = require("scipy.optimize", "glue", "RUNS: fitting")
+    means = logs[:2].mean(axis=1)
+    sizes, loss = logs[:2] - means[:, None], logs[2]
 
     def cost(x: Floats) -> tuple[float, Floats]:
-        terms = np.stack([np.full(len(n), x[0]), x[1] - x[3] * n, x[2] - x[4] * d])
-        top = terms.max(axis=0)
-        total = np.exp(terms - top)
-        shares = total / total.sum(axis=0)
-        residual = top + np.log(total.sum(axis=0)) - loss
-        slope = np.clip(residual, -HUBER, HUBER)
-        gradient = np.array(
-            [*(shares @ slope), -(shares[1] * n) @ slope, -(shares[2] * d) @ slope], dtype=np.float64
-        )
-        return float(_huber(residual).sum()) / HUBER**2, gradient / HUBER**2
+        terms = np.vstack([np.full(len(loss), x[0]), x[1:3, None] - x[3:, None] * sizes])
+        fitted = np.logaddexp.reduce(terms)
+        shares = np.exp(terms - fitted)
+        slope = np.clip(fitted - loss, -HUBER, HUBER)
+        gradient = np.concatenate([shares @ slope, -(shares[1:] * sizes) @ slope])
+        return float(_huber(fitted - loss).sum()) / HUBER**2, gradient / HUBER**2
 
-    x0 = np.array(
-        [
-            math.log(max(start.E, tiny)),
-            math.log(max(start.A, tiny)) - start.a * n0,
-            math.log(max(start.B, tiny)) - start.b * d0,
-            start.a,
-            start.b,
-        ]
-    )
-    x0[:3] = np.maximum(x0[:3], -20.0)
-    bounds = [(-20.0, None)] * 3 + [(1e-3, 5.0)] * 2
-    found: Any = minimize(
-        cost, x0, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 500, "ftol": 1e-12}
-    )
-    e, log_a, log_b, a, b = (float(v) for v in found.x)
-    law = LossLaw(math.exp(e), math.exp(log_a + a * n0), math.exp(log_b + b * d0), a, b, flops)
-    return float(found.fun), law
+    exponents = np.array([start.a, start.b])
+    constants = np.log(np.maximum([start.E, start.A, start.B], 1e-300))
+    constants[1:] -= exponents * means
+    x0 = np.concatenate([np.maximum(constants, -20.0), exponents])
+    bounds, options = [(-20.0, None)] * 3 + [(1e-3, 5.0)] * 2, {"maxiter": 500, "ftol": 1e-12}
+    found = optimize.minimize(cost, x0, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    x = found.x
+    x[1:3] += x[3:] * means
+    E, A, B = map(float, np.exp(x[:3]))
+    return float(found.fun), LossLaw(E, A, B, float(x[3]), float(x[4]), flops)
 
 
 def _huber(residual: Floats) -> Floats:
@@ -179,7 +165,7 @@ def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bo
     return minima
 
 
-def parabola_exponent(minima: dict[float, tuple[float, bool]]) -> float:
-    """Return the power of the budget by which the minima grow, by least squares of the logarithms."""
-    sizes = [math.log(parameters) for parameters, _ in minima.values()]
-    return float(np.polyfit(np.log(list(minima)), sizes, 1)[0])
+def parabola_exponent(minima: Mapping[float, float]) -> float:
+    """Return the power of the budget by which the parameters at the minima grow, by least squares of the
+    logarithms."""
+    return float(np.polyfit(np.log(list(minima)), np.log(list(minima.values())), 1)[0])

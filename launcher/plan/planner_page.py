@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bert_dp.config import Config
-from bert_dp.cost import num_parameters, peak_flops, student
+from bert_dp.cost import num_parameters
 from launcher.plan.frontier import Frontier
-from launcher.plan.gpu_speed import gpu_rate, rates_that_fit
+from launcher.plan.gpu_speed import gpu_rate, peak_of, rates_that_fit
 from launcher.plan.step_model import hardware
 from launcher.report import html
 
@@ -29,29 +29,24 @@ def planner_data(
     """Return what the page computes from: sizes, the tokens/s of each on each number of each GPU, prices, and
     the law with its resampled copies. `configs`: one of each size, ascending."""
 
-    def rates(gpu: str, count: int) -> list[float]:
-        found = rates_that_fit(configs, lambda config: gpu_rate(config, gpu, count, PRECISION))
-        return [rate.tokens_per_s for rate in found]
-
-    devices = {
-        name: {
-            "rates": {count: rates(name, count) for count in COUNTS},
-            "watts": row["watts"],
-            "price": prices.get(name),
-        }
-        for name, row in hardware()["gpus"].items()
-        if peak_flops(row["device"], PRECISION) is not None
-    }
+    devices = {}
+    for name, row in hardware()["gpus"].items():
+        if peak_of(name, PRECISION) is None:
+            continue
+        rates = {}
+        for count in COUNTS:
+            rate_of = partial(gpu_rate, gpu=name, gpus=count, precision=PRECISION)
+            rates[count] = [rate.tokens_per_s for rate in rates_that_fit(configs, rate_of)]
+        devices[name] = {"rates": rates, "watts": row["watts"], "price": prices.get(name)}
+    law: dict[str, Any] = {"law": None}
+    if fit is not None:
+        law = fit.model_dump(mode="json", include={"law", "draws", "left_out"}) | {"student": fit.student}
     return {
         "sizes": [num_parameters(each.model, each.data.sequence_length) for each in configs],
         "devices": devices,
         "pue": pue,
         "grams_per_kwh": grams_per_kwh,
-        "flops": fit.law.flops if fit else 6.0,
-        "law": dataclasses.asdict(fit.law) if fit else None,
-        "draws": list(map(dataclasses.asdict, fit.draws)) if fit else [],
-        "left_out": list(map(dataclasses.asdict, fit.left_out)) if fit else [],
-        "student": student(max(1, len(fit.budgets) - 2)) if fit else 0.0,
+        **law,
     }
 
 
@@ -66,14 +61,14 @@ def planner_html(
     price: float | None = None,
 ) -> str:
     """Render the page with these values chosen."""
-    devices = list(data["devices"])
-    gpu = gpu if gpu in devices else devices[0]
+    devices = data["devices"]
+    gpu = gpu if gpu in devices else next(iter(devices))
     state = {
         "unit": unit,
         "amount": round(math.log10(amount), 2),
         "gpu": gpu,
         "count": count,
-        "price": price if price is not None else data["devices"][gpu]["price"] or 0,
+        "price": price if price is not None else devices[gpu]["price"] or 0,
         "ratio": round(math.log10(200), 2),
     }
     return html.render(

@@ -9,10 +9,11 @@ import shlex
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bert_dp.config import Config, ConfigError, Issue, ModelConfig, load_config
 from bert_dp.config.load import find_config
+from bert_dp.config.schema import divisors
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher import results
 from launcher.plan.step_model import (
@@ -58,6 +59,7 @@ CPU_WITH_GPU_LINK = (
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522,
     "position": "learned",
+    "max_positions": 512,
     "mlp": "gelu",
     "bias": True,
     "head": "dense",
@@ -66,7 +68,7 @@ MODELS = {
     "bert-base": ModelConfig(**_BERT, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
     "bert-large": ModelConfig(**_BERT, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
 }
-BERT_SEQUENCE_LENGTH, BERT_POSITIONS, BERT_MASK_RATE = 128, 512, 0.15
+BERT_SEQUENCE_LENGTH, BERT_MASK_RATE = 128, 0.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +193,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     changes = {
         "2 x accumulation": (profile, change(scenario, accumulation=2 * scenario.accumulation)),
         "2 x micro batch": (with_micro_batch(profile, 2 * profile.micro_batch), scenario),
-        "2 x link speed": (profile, change(scenario, fabric=scenario.fabric.scaled(2))),
+        "2 x link speed": (profile, change(scenario, fabric=change(scenario.fabric, speed=2.0))),
         "no stragglers": (profile, change(scenario, spread=0.0)),
         "perfect overlap": (profile, change(scenario, overlap=True, gain=1.0)),
     }
@@ -251,7 +253,15 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
         message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
         hint = "ask for more GPUs, or give --gpus-per-node"
         issues.append(Issue("--inter", "no_effect", message, spec.inter, "--gpus-per-node", hint))
-    return [*issues, *_link_issues(source, spec), *_tensor_issues(source.profile, spec.tensor)]
+    issues += _link_issues(source, spec)
+    heads = source.profile.num_heads
+    hint = f"use one of {', '.join(map(str, divisors(heads)))}"
+    message = f"does not divide the model's {heads} attention heads"
+    return issues + [
+        Issue("--tensor", "does_not_divide", f"{size} {message}", size, "model.num_heads", hint)
+        for size in spec.tensor
+        if heads % size
+    ]
 
 
 def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
@@ -267,28 +277,18 @@ def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> l
 
 
 def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
+    """Find whether a link is neither given nor measured."""
     most, per_node = max(spec.gpus), spec.per_node
-
-    def missing(setting: str, reason: str, between: bool) -> list[Issue]:
-        names = [n for n in hardware()["links"] if (find_link(n).kind in NODE_LINKS) == between]
-        return [Issue(setting, "missing", f"not given, and {reason}", hint=f"use one of {', '.join(names)}")]
-
     if per_node < most and spec.inter is None:
-        return missing("--inter", f"{most} GPUs fill more than one node of {per_node}", between=True)
-    if spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
-        return missing("--link", f"not measured for {most} GPUs", between=False)
-    return []
-
-
-def _tensor_issues(profile: StepProfile, sizes: Sequence[int]) -> list[Issue]:
-    heads = profile.num_heads
-    hint = f"use one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-    message = f"does not divide the model's {heads} attention heads"
-    return [
-        Issue("--tensor", "does_not_divide", f"{size} {message}", size, "model.num_heads", hint)
-        for size in sizes
-        if heads % size
-    ]
+        setting, reason = "--inter", f"{most} GPUs fill more than one node of {per_node}"
+    elif spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
+        setting, reason = "--link", f"not measured for {most} GPUs"
+    else:
+        return []
+    between = setting == "--inter"
+    names = [name for name in hardware()["links"] if (find_link(name).kind in NODE_LINKS) == between]
+    hint = f"use one of {', '.join(names)}"
+    return [Issue(setting, "missing", f"not given, and {reason}", hint=hint)]
 
 
 # --- sources
@@ -303,12 +303,11 @@ def find_source(
     accumulation: int,
 ) -> PlanSource:
     """Return the source that the verb's options name, a measured file or a rate. Raises ConfigError."""
-    rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
     if path is not None:
+        rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
         message = "not used beside --from, which names a measured file"
-        given = {option: value for option, value in rate.items() if value is not None}
-        if given:
-            raise ConfigError([Issue(o, "conflict", message, value, "--from") for o, value in given.items()])
+        if issues := [Issue(o, "conflict", message, v, "--from") for o, v in rate.items() if v is not None]:
+            raise ConfigError(issues)
         try:
             return source_of(results.read(path, Scaling), str(path))
         except ConfigError as error:
@@ -330,16 +329,23 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
         profile = with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
         notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
-    if slowdowns := _slowdowns(cells):
+    ceilings: dict[int, list[float]] = {}
+    for cell in cells:
+        share = cell.ceiling_efficiency if is_measurable(cell.ceiling_efficiency_ci95) else None
+        if share and cell.kind == "run" and cell.tensor == 1:
+            # at least 1: less is noise, or a slow baseline
+            ceilings.setdefault(cell.world_size, []).append(max(1.0, 1 / share))
+    slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
+    if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
     curves = {
         # of several times at one size the longest
-        link.world_size: AllReduceCurve(
-            link.world_size, dict(sorted((float(p.bytes), p.seconds) for p in link.points))
+        each.world_size: AllReduceCurve(
+            each.world_size, dict(sorted((float(point.bytes), point.seconds) for point in each.points))
         )
-        for link in scaling.links
-        if link.points
+        for each in scaling.links
+        if each.points
     }
     if curves:
         notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
@@ -360,16 +366,6 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     )
 
 
-def _slowdowns(cells: Sequence[CellMeasurement]) -> dict[int, float]:
-    """Return the slowdowns by world size, at least 1: less is noise, or a slow baseline."""
-    times: dict[int, list[float]] = {}
-    for cell in cells:
-        measured = cell.ceiling_efficiency and is_measurable(cell.ceiling_efficiency_ci95)
-        if cell.ceiling_efficiency and measured and cell.kind == "run" and cell.tensor == 1:
-            times.setdefault(cell.world_size, []).append(max(1.0, 1 / cell.ceiling_efficiency))
-    return {ranks: statistics.median(values) for ranks, values in times.items()}
-
-
 def source_of_rate(
     model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None
 ) -> PlanSource:
@@ -378,22 +374,22 @@ def source_of_rate(
     gpus = hardware()["gpus"]
     if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
-    known = find_model(model)
+    shape, length, mask_rate = find_model(model)
     device, optimizer_s = "GPU", 0.0
     adam = "counted with the micro batches: give --gpu"
     if gpu is not None:
         device = gpus[gpu]["device"]
         bytes_s = gpus[gpu]["memory_gb_s"] * GB * constant("memory_reach")
-        optimizer_s = known.parameters * ADAM_BYTES / bytes_s
+        optimizer_s = num_parameters(shape, length) * ADAM_BYTES / bytes_s
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if not micro_s > MIN_MICRO_S:
         message = f"{seq_per_s:g} leaves no time beside the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
-    of = device, precision, micro, known.sequence_length, known.shape, known.parameters
-    profile = estimated_profile(*of, micro_s, optimizer_s)
-    settings = ScalingSettings(accumulation=accumulation, flops_per_token=known.flops_per_token)
+    profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)
+    flops = flops_per_token(shape, length, mask_rate)
+    settings = ScalingSettings(accumulation=accumulation, flops_per_token=flops)
     name = f"estimated from the layers of {model} and {seq_per_s:g} sequences/s; optimizer {adam}"
     return source_of(Scaling(profile=profile, settings=settings), name)
 
@@ -404,19 +400,17 @@ def estimated_profile(
     micro_batch: int,
     sequence_length: int,
     model: ModelConfig,
-    parameters: int,
     micro_s: float,
     optimizer_s: float,
 ) -> StepProfile:
     """Return the profile of a rank that was not profiled: its gradients are estimated from the layers."""
+    parameters = num_parameters(model, sequence_length)
     return StepProfile(
         device=device,
         precision=precision,
         micro_batch=micro_batch,
         sequence_length=sequence_length,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
+        **model.model_dump(include={"num_layers", "hidden_size", "num_heads"}),
         micro_s=micro_s,
         backward_s=BACKWARD * micro_s,
         optimizer_s=optimizer_s,
@@ -432,26 +426,13 @@ def load_named(option: str, name: str) -> Config:
         raise ConfigError([issue.within(option) for issue in error.issues]) from None
 
 
-class ModelShape(NamedTuple):
-    """bert-base, bert-large or the model of a configuration."""
-
-    shape: ModelConfig
-    sequence_length: int
-    parameters: int
-    flops_per_token: float  # forward and backward
-
-
-def find_model(name: str) -> ModelShape:
-    """Return the shape of a model by its name. Raises ConfigError when `name` is no configuration either."""
+def find_model(name: str) -> tuple[ModelConfig, int, float]:
+    """Return the model called bert-base or bert-large, or that of a configuration, with its sequence length
+    and its mask rate. Raises ConfigError when `name` is no configuration either."""
     if name in MODELS:
-        shape, length, positions = MODELS[name], BERT_SEQUENCE_LENGTH, BERT_POSITIONS
-        mask_rate = BERT_MASK_RATE
-    else:
-        config = load_named("--model", name)
-        shape, mask_rate = config.model, config.objective.mask_rate
-        length = positions = config.data.sequence_length
-    flops = flops_per_token(shape, length, mask_rate)
-    return ModelShape(shape, length, num_parameters(shape, positions), flops)
+        return MODELS[name], BERT_SEQUENCE_LENGTH, BERT_MASK_RATE
+    config = load_named("--model", name)
+    return config.model, config.data.sequence_length, config.objective.mask_rate
 
 
 # --- report

@@ -57,10 +57,6 @@ class LinkSpec:
         measured = [n for n in self.gpus_gb_s if n <= count]
         return (self.gpus_gb_s[max(measured)] if measured else self.gb_s) * self.reach
 
-    def scaled(self, factor: float) -> LinkSpec:
-        """Return a link of `factor` times the bandwidth and equal latencies."""
-        return dataclasses.replace(self, reach=factor * self.reach)
-
 
 @cache
 def find_link(name: str) -> LinkSpec:
@@ -85,6 +81,15 @@ def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
     return {name: ProtocolSpec(**row) for name, row in rows.items()}
 
 
+def interpolate(x: float, points: Mapping[float, float]) -> float:
+    """Return the value at `x`, linear in the logarithms, beyond the ends by the nearest two points."""
+    known = sorted(points)
+    i = min(max(bisect.bisect_left(known, x), 1), len(known) - 1)
+    low, high = known[i - 1], known[i]
+    share = math.log(x / low) / math.log(high / low)
+    return points[low] * math.pow(points[high] / points[low], share)
+
+
 @dataclasses.dataclass(frozen=True)
 class AllReduceCurve:
     """Measured all-reduce times over `ranks` ranks: bytes -> seconds."""
@@ -94,19 +99,12 @@ class AllReduceCurve:
 
     def seconds(self, size: float) -> float:
         """Interpolate in the logarithms; constant below the least size, in proportion above the greatest."""
-        sizes = sorted(self.points)
-        if size <= sizes[0]:
-            return self.points[sizes[0]]
-        i = min(bisect.bisect_left(sizes, size), len(sizes) - 1)
-        if size >= sizes[i]:
-            return self.points[sizes[i]] * size / sizes[i]
-        low, high = sizes[i - 1], sizes[i]
-        share = math.log(size / low) / math.log(high / low)
-        return self.points[low] * math.pow(self.points[high] / self.points[low], share)
-
-    def scaled(self, factor: float) -> AllReduceCurve:
-        """Return a curve that is `factor` times as fast at every size."""
-        return AllReduceCurve(self.ranks, {size: s / factor for size, s in self.points.items()})
+        least, greatest = min(self.points), max(self.points)
+        if size <= least:
+            return self.points[least]
+        if size >= greatest:
+            return self.points[greatest] * size / greatest
+        return interpolate(size, self.points)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +119,9 @@ class Fabric:
     gpus_per_node: int
     intra: LinkSpec | None  # None: not known, and `inter` is slower than any
     inter: LinkSpec | None = None
-    nics: int = 1  # per node
+    nics: float = 1  # per node
     curve: AllReduceCurve | None = None  # takes the place of `intra` within one node
+    speed: float = 1.0  # factor on every bandwidth, and on a measured curve with its latency
 
     def nodes(self, ranks: int) -> int:
         """Return the number of nodes that `ranks` ranks fill."""
@@ -133,23 +132,13 @@ class Fabric:
         rates = [self.intra.bus_gb_s(min(ranks, self.gpus_per_node))] if self.intra else []
         if self.nodes(ranks) > 1 and self.inter:
             rates.append(self.inter.bus_gb_s(self.nodes(ranks)) * self.nics)
-        return min(rates)
+        return self.speed * min(rates)
 
     def replicas(self, tensor: int) -> Fabric:
         """Return the links of one gradient reduction where `tensor` neighbours share a replica: each node
         holds fewer of its ranks, and `tensor` groups share the NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
-        inter = self.inter and self.inter.scaled(1 / tensor)
-        return dataclasses.replace(self, gpus_per_node=per_node, inter=inter)
-
-    def scaled(self, factor: float) -> Fabric:
-        """Return links that are `factor` times as fast; of a measured curve the latency too."""
-        return dataclasses.replace(
-            self,
-            intra=self.intra and self.intra.scaled(factor),
-            inter=self.inter and self.inter.scaled(factor),
-            curve=self.curve and self.curve.scaled(factor),
-        )
+        return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
         """Return the time of one collective of `size` bytes per rank, by the fastest protocol and shape.
@@ -163,7 +152,8 @@ class Fabric:
         share = 1.0 if kind == "rooted" else traversals * (ranks - 1) / ranks
         nodes = self.nodes(ranks)
         if self.curve is not None and nodes == 1:
-            return self.curve.seconds(size) * share / (2 * (self.curve.ranks - 1) / self.curve.ranks)
+            measured_share = 2 * (self.curve.ranks - 1) / self.curve.ranks
+            return self.curve.seconds(size) / self.speed * share / measured_share
         bus = self.bus_gb_s(ranks) * GB
         across = traversals * (nodes - 1)
         times = []
@@ -243,20 +233,20 @@ def slowest(ranks: int, spread: float) -> float:
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def with_micro_s(profile: StepProfile, micro_s: float) -> StepProfile:
-    """Return a profile whose micro batch takes `micro_s`, the times within it in proportion."""
+def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
+    """Return a profile whose micro batch takes `micro_s`, the times within it in proportion; of another size
+    where `micro_batch` is given."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
     ]
     changes = {"micro_s": micro_s, "backward_s": profile.backward_s * scale, "gradients": gradients}
-    return profile.model_copy(update=changes)
+    return profile.model_copy(update={**changes, "micro_batch": micro_batch or profile.micro_batch})
 
 
 def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
     """Return a profile of another micro batch that is as fast per sequence."""
-    scaled = with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch)
-    return scaled.model_copy(update={"micro_batch": micro_batch})
+    return with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch, micro_batch)
 
 
 def layer_gradients(
@@ -267,15 +257,11 @@ def layer_gradients(
     The blocks' are ready at even steps of the backward pass. The embedding's, with the little that is left of
     all `parameters`, is ready at the very end because the decoder is tied to it.
     """
-    blocks = model.num_layers
-    block = linear_parameters(model) / blocks
-    rest = parameters - linear_parameters(model)
+    blocks, inside = model.num_layers, linear_parameters(model)
+    sizes = [*[inside / blocks] * blocks, parameters - inside]
     return [
-        *(
-            MeasuredGradient(bytes=block * width, ready_s=(i + 1) / (blocks + 1) * backward_s)
-            for i in range(blocks)
-        ),
-        MeasuredGradient(bytes=rest * width, ready_s=backward_s),
+        MeasuredGradient(bytes=size * width, ready_s=(i + 1) / (blocks + 1) * backward_s)
+        for i, size in enumerate(sizes)
     ]
 
 
@@ -294,8 +280,7 @@ def exposed_s(profile: StepProfile, scenario: Scenario) -> float:
     if scenario.tensor > 1:
         seconds += scenario.accumulation * _tensor_s(profile, scenario)
     if scenario.replicas > 1:
-        replicas_s = _fsdp_s if scenario.engine == "fsdp" else _reduction_s
-        seconds += replicas_s(profile, scenario)
+        seconds += (_fsdp_s if scenario.engine == "fsdp" else _reduction_s)(profile, scenario)
     return seconds
 
 
@@ -394,5 +379,4 @@ def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
     once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
-    look_up = once
-    return blocks * (TENSOR_REDUCTIONS * once - hidden) + look_up
+    return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # the look-up of the embedding

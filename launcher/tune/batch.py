@@ -193,58 +193,9 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
     out, (facts, *_) = output.path, output.begin(spec.config)
     launcher = spec.options.launcher
     with trials.runner(out, [Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
-        search = BatchSearch(spec, BatchTrials(spec, runs), log)
+        search = BatchSearch(spec, runs, log)
         outcome = run_to_end(search.run, out, log)
     return search.result(outcome, facts), outcome.exit_code
-
-
-# --- trials
-
-
-class BatchTrials:
-    """Trials as runs of the user's configuration at another batch. Raises Stopped for a signal."""
-
-    def __init__(self, spec: BatchSearchSpec, runs: Runner):
-        self._spec, self._runs = spec, runs
-
-    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
-        """Run steps of `samples` sequences, or read those that an earlier call ran."""
-        trial = self.trial(name, micro, samples, warm_up + steps)
-        outcome = self._runs.run_one(trial)
-        facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
-        if outcome.status == "ok":
-            repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
-            facts |= {part: repeat.parts[part][0] for part in TIMES}
-            facts["exposed_s"] = statistics.median(repeat.exposed_s or [0.0])
-            facts["peaks_gib"] = repeat.memory_gib
-        else:
-            facts["reason"] = cause(trial.directory)
-        return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
-
-    def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale over steps of the declared batch; return also the seconds."""
-        trial = self.trial("noise", micro, self._spec.global_size, steps, noise=True)
-        outcome, summary = self._runs.run_one(trial), read_summary(trial.directory)
-        if outcome.status != "ok" or summary is None or summary.noise_scale is None:
-            return outcome.seconds, NoiseScale(verdict="inconclusive", reason=cause(trial.directory))
-        return outcome.seconds, summary.noise_scale
-
-    def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
-        """Return the user's configuration at this batch for so many steps; nothing is saved."""
-        spec, guard = self._spec, None
-        config = timed_config(
-            spec.config,
-            on_gpu=spec.on_gpu,
-            steps=steps,
-            global_size=samples,
-            micro_size=micro,
-            noise_scale=noise,
-            precision=spec.precision,
-        )
-        if not spec.on_gpu and spec.limit_gib is not None:
-            # An allocation above it fails in the rank, before the machine's out-of-memory killer acts.
-            guard = int((spec.limit_gib + GUARD_GIB) * GIB)
-        return Trial(self._runs.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
 
 # --- the search
@@ -256,8 +207,8 @@ class BatchSearch:
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """
 
-    def __init__(self, spec: BatchSearchSpec, search_trials: BatchTrials, log: Log):
-        self.spec, self._trials, self._log = spec, search_trials, log
+    def __init__(self, spec: BatchSearchSpec, runner: Runner, log: Log):
+        self.spec, self._runner, self._log = spec, runner, log
         self.memory_trials: list[BatchTrial] = []
         self.trials: list[BatchTrial] = []  # timed ones, in their order
         self.sizes: list[int] = []  # micro batches that were timed, ascending
@@ -320,9 +271,8 @@ class BatchSearch:
             fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
-        if self.used_s + 2 * self._startup_s > self.spec.latest_s:  # no time for it and a size
-            larger = []
-        if cheap := [micro for micro in larger if is_cheap(micro)]:
+        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for it and for a size
+        if has_time and (cheap := [micro for micro in larger if is_cheap(micro)]):
             self._memory_trial(cheap[-1])
         if line := self.line:
             text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
@@ -331,7 +281,7 @@ class BatchSearch:
 
     def _memory_trial(self, micro: int) -> BatchTrial:
         samples = min(2 * micro * self.spec.dp, self.spec.global_size)
-        trial = self._trials.time_steps(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
+        trial = self.time_steps(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
         if trial.step_s:
             self._startup_s = max(0.0, trial.seconds - sum(trial.step_s))
             self._sequence_s = min(trial.step_s) / samples
@@ -397,7 +347,7 @@ class BatchSearch:
     def _time(self, micro: int, round_: Sequence[int]) -> BatchTrial:
         steps, samples = self._timed_steps(len(round_)), self.samples
         name = f"micro-{micro}-r{sum(trial.micro_batch == micro for trial in self.trials)}"
-        measured = self._trials.time_steps(name, micro, samples, self.spec.warm_up, steps)
+        measured = self.time_steps(name, micro, samples, self.spec.warm_up, steps)
         trial = self._add(measured, self.trials)
         text = f"[{len(self.trials)}] micro batch {micro}: "
         if trial.status != "ok":
@@ -449,7 +399,7 @@ class BatchSearch:
             self._log(f"noise scale: not measured: {reason}")
             return
         self._log(f"noise scale: {steps} steps of the declared batch")
-        seconds, self.noise = self._trials.noise_scale(micro, steps)
+        seconds, self.noise = self.noise_scale(micro, steps)
         self.used_s += seconds
 
     def _no_noise(self, micro: int, steps: int) -> str | None:
@@ -462,6 +412,47 @@ class BatchSearch:
         except ConfigError as error:
             return str(error.issues[0])
         return None
+
+    # --- trials: runs of the user's configuration at another batch
+
+    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
+        """Run steps of `samples` sequences, or read those that an earlier call ran. Raises Stopped."""
+        trial = self.trial(name, micro, samples, warm_up + steps)
+        outcome = self._runner.run_one(trial)
+        facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
+        if outcome.status == "ok":
+            repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
+            facts |= {part: repeat.parts[part][0] for part in TIMES}
+            facts["exposed_s"] = statistics.median(repeat.exposed_s or [0.0])
+            facts["peaks_gib"] = repeat.memory_gib
+        else:
+            facts["reason"] = cause(trial.directory)
+        return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
+
+    def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
+        """Measure the noise scale over steps of the declared batch; return also the seconds."""
+        trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
+        outcome, summary = self._runner.run_one(trial), read_summary(trial.directory)
+        if outcome.status != "ok" or summary is None or summary.noise_scale is None:
+            return outcome.seconds, NoiseScale(verdict="inconclusive", reason=cause(trial.directory))
+        return outcome.seconds, summary.noise_scale
+
+    def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
+        """Return the user's configuration at this batch for so many steps; nothing is saved."""
+        spec, guard = self.spec, None
+        config = timed_config(
+            spec.config,
+            on_gpu=spec.on_gpu,
+            steps=steps,
+            global_size=samples,
+            micro_size=micro,
+            noise_scale=noise,
+            precision=spec.precision,
+        )
+        if not spec.on_gpu and spec.limit_gib is not None:
+            # An allocation above it fails in the rank, before the machine's out-of-memory killer acts.
+            guard = int((spec.limit_gib + GUARD_GIB) * GIB)
+        return Trial(self._runner.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
     # --- the result
 
@@ -577,23 +568,20 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
 
     `machine` is `Environment.to_json()`.
     """
-    config = spec.config
-    decisive = {
-        "machine": identity(machine, None),
-        "model": config.model.model_dump(mode="json"),
-        "sequence_length": config.data.sequence_length,
-        "mask_rate": config.objective.mask_rate,
-        "precision": spec.precision,
-        "compile": config.compile,
-        "deterministic": config.run.deterministic,
-        "workers": config.data.workers,
-        "parallel": config.parallel.model_dump(mode="json"),
-        "optimizer": config.optim.name,
-        "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
-        "noise_scale": config.log.noise_scale,  # it needs two batches
-        "ranks": spec.ranks,
-        "launcher": spec.options.launcher,
+    settings: dict[str, Any] = {
+        "model": True,
+        "data": {"sequence_length", "workers"},
+        "objective": {"mask_rate"},
+        "compile": True,
+        "run": {"deterministic"},
+        "parallel": True,
+        "optim": {"name"},
+        "batch": True,
+        "log": {"noise_scale"},  # it needs two batches
     }
+    config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
+    machine = identity(machine, None)
+    decisive = [config, machine, spec.precision, spec.ranks, spec.options.launcher]
     return hash_json(decisive)[:16]
 
 

@@ -121,6 +121,11 @@ def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
 
+def trial_count(options: LrOptions) -> int:
+    """Return the number of planned trials of both rungs."""
+    return sum(count for count, _ in planned(options))
+
+
 def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot]:
     """Divide the devices among the trials that may run at a time."""
     cores, most = int(setup.machine.usable_cores), max(options.rates, FINALISTS * options.seeds)
@@ -134,8 +139,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
     runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
     unit, steps = config.schedule.unit, count_of(range_steps(config, tokens), "step")
     of = format_si(tokens, "tokens") if tokens else f"{getattr(config.schedule, unit):g} {unit}"
-    count = sum(count for count, _ in rungs)
-    trials_text = f"{count} trials, {at_a_time} at a time"
+    trials_text = f"{trial_count(options)} trials, {at_a_time} at a time"
     text = f"a range test of {steps}, then {trials_text}: as long as {runs:.1f} runs of {of}"
     if options.budget_s is not None:
         return f"{text}, shortened to {format_duration(options.budget_s)} in all"
@@ -276,10 +280,7 @@ class LrSearch:
         if issues := length_issues(config, options, tokens):
             raise ConfigError(issues)
         self._log(f"whole run: {tokens:,} tokens, {reason}")
-        count, duration = (
-            sum(count for count, _ in planned(spec.options)),
-            format_duration(self._rungs_s(tokens)),
-        )
+        count, duration = trial_count(spec.options), format_duration(self._rungs_s(tokens))
         self._log(f"about {count} trials, {spec.at_a_time} at a time: {duration}")
         return tokens
 
@@ -314,14 +315,12 @@ class LrSearch:
                 result = done[trial.name] = read_trial(trial, outcome)
                 if trial.name in earlier:
                     self._progress.had(trial_s)
-                else:
-                    how = f"held-out {result.score:.4f}"
-                    if result.score == math.inf:
-                        how = f"{result.status}: {result.reason}"
-                    text = (
-                        f"rate {result.lr:g}, {format_si(result.tokens, 'tokens')}, seed {result.seed}: {how}"
-                    )
-                    self._progress.ended(trial_s, outcome.seconds, text)
+                    continue
+                failed = result.score == math.inf
+                how = f"{result.status}: {result.reason}" if failed else f"held-out {result.score:.4f}"
+                tokens = format_si(result.tokens, "tokens")
+                text = f"rate {result.lr:g}, {tokens}, seed {result.seed}: {how}"
+                self._progress.ended(trial_s, outcome.seconds, text)
         finally:
             here = [done[trial.name] for trial in todo if trial.name in done]
             rung.trials[:] = lr_search.mark_diverged([*rung.trials, *here], spec.unigram)
@@ -398,9 +397,8 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
     """Return a run whose rate rises from 1e-4 to 1, at the full batch from the start."""
-    trial = with_settings(
-        _bare(config, shards, 1.0, config.run.seed), batch={"ramp_fraction": 0.0, "ramp_quantum": None}
-    )
+    whole = {"ramp_fraction": 0.0, "ramp_quantum": None}
+    trial = with_settings(_bare(config, shards, 1.0, config.run.seed), batch=whole)
     schedule = ScheduleConfig(name="exponential", steps=steps)
     return trial.model_copy(update={"schedule": schedule, "log": LogConfig(every_steps=1)})
 

@@ -214,22 +214,17 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     if not order:
         new = [lr for lr in first.ranked() if lr not in last.rates]
         return [(lr, seeds[0]) for lr in new[: 1 if last.trials else FINALISTS]]
-    if (beside := untrained_neighbour(first, last, order[0])) is not None:
-        return [(beside, seeds[0])]
+    tried = {*first.ranked(), *last.rates}
+    above = min((lr for lr in tried if lr > order[0]), default=order[0])
+    below = max((lr for lr in tried if lr < order[0]), default=order[0])
+    if beside := [lr for lr in (above, below) if lr not in last.rates]:
+        return [(beside[0], seeds[0])]
     start = {lr: last.scores(lr)[0] for lr in order}  # seeds differ, so the same one is compared
     close = [
         lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
     ]
     finalists = dict.fromkeys([*close[:FINALISTS], order[0]])
     return [(lr, seed) for seed in seeds for lr in finalists if (lr, seed) not in trained]
-
-
-def untrained_neighbour(first: Rung, last: Rung, best: float) -> float | None:
-    """Return the nearest rate of the first rung above or below `best` that the last rung has not trained."""
-    tried = {*first.ranked(), *last.rates}
-    above = min((lr for lr in tried if lr > best), default=None)
-    below = max((lr for lr in tried if lr < best), default=None)
-    return next((lr for lr in (above, below) if lr is not None and lr not in last.rates), None)
 
 
 # --- the choice

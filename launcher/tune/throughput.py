@@ -151,22 +151,17 @@ def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | 
 Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 
 
-def passes_s(trial: BatchTrial) -> list[float]:
-    """Return the seconds of each step that grow with its sequences.
-
-    These are forward and backward passes without the exposed reduction, and the wait for data.
-    """
-    pairs = zip(trial.forward_backward_s, trial.data_wait_s, strict=True)
-    return [max(0.0, seconds - trial.exposed_s) + wait for seconds, wait in pairs]
-
-
 def run_rate(trial: BatchTrial, global_size: int) -> float:
     """Return sequences/s at the global batch.
 
-    The passes count as often as the global batch needs them, reduction and update once.
+    What grows with the sequences of a step counts as often as the global batch needs it: forward and backward
+    passes without the exposed reduction, and the wait for data. Reduction and update count once.
     """
     more = global_size / trial.samples - 1
-    steps = [step + more * own for step, own in zip(trial.step_s, passes_s(trial), strict=True)]
+    steps = [
+        step + more * (max(0.0, passes - trial.exposed_s) + wait)
+        for step, passes, wait in zip(trial.step_s, trial.forward_backward_s, trial.data_wait_s, strict=True)
+    ]
     return global_size / statistics.fmean(steps)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from tests.unit.test_budget import BASE, own_fit
 
 pytestmark = pytest.mark.slow
 UNITS = ("hours", "dollars", "kwh")
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    program = find()
+    if program is None:
+        pytest.skip("no chromium or google-chrome on PATH")
+    with Browser(program) as opened:
+        yield opened
 
 
 def written(path: Path, with_law: bool) -> dict:
@@ -55,7 +65,7 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
     ratio = None if fit else state["ratio"]
     plan = make_plan(BASE, state["unit"], state["amount"], costs, rate_of, fit, None, ratio)
     found = {"hours": plan.hours, "flops": plan.figures["compute"].value}
-    found |= {unit: plan.hours * costs.per_hour(unit) for unit in ("dollars", "kwh")}
+    found |= {unit: plan.hours * costs.per_hour[unit] for unit in ("dollars", "kwh")}
     if fit is not None:
         middle, (low, high) = fit.estimate(lambda law: law.best_loss(plan.figures["compute"].value))
         found["loss"] = [middle, low, high]
@@ -65,17 +75,13 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
 
 
 @pytest.mark.parametrize("with_law", [True, False])
-def test_the_script_computes_what_python_does(tmp_path: Path, with_law: bool) -> None:
-    program = find()
-    if program is None:
-        pytest.skip("no chromium or google-chrome on PATH")
+def test_the_script_computes_what_python_does(browser: Browser, tmp_path: Path, with_law: bool) -> None:
     data = written(tmp_path / "plan.html", with_law)
     fit, rates, draw = own_fit() if with_law else None, {}, random.Random(0)
     states = [asked(draw, list(data["devices"])) for _ in range(500)]
-    with Browser(program) as browser:
-        browser.open(tmp_path / "plan.html")
-        answers = browser.evaluate(f"{json.dumps(states)}.map(plan)")
-        assert browser.errors == []
+    browser.open(tmp_path / "plan.html")
+    answers = browser.evaluate(f"{json.dumps(states)}.map(plan)")
+    assert browser.errors == []
     refused = 0
     for state, answer in zip(states, answers, strict=True):
         try:
@@ -89,20 +95,16 @@ def test_the_script_computes_what_python_does(tmp_path: Path, with_law: bool) ->
     assert 0 < refused < 250
 
 
-def test_the_address_is_the_answer(tmp_path: Path) -> None:
-    program = find()
-    if program is None:
-        pytest.skip("no chromium or google-chrome on PATH")
+def test_the_address_is_the_answer(browser: Browser, tmp_path: Path) -> None:
     written(tmp_path / "plan.html", with_law=True)
-    with Browser(program) as browser:
-        browser.open(tmp_path / "plan.html")
-        browser.evaluate(
-            "field('amount').value = 2, field('unit').value = 'dollars', field('price').value = 2.5, show()"
-        )
-        address, answer = browser.evaluate("[location.hash, document.getElementById('answer').innerText]")
-        browser.evaluate("field('amount').value = 0, show()")
-        browser.evaluate(f"location.hash = {json.dumps(address)}, load()")
-        assert browser.evaluate("document.getElementById('answer').innerText") == answer
-        assert "dollars\t100" in answer
-        assert browser.evaluate("document.getElementById('curve').getAttribute('points').length") > 20
-        assert browser.errors == []
+    browser.open(tmp_path / "plan.html")
+    browser.evaluate(
+        "field('amount').value = 2, field('unit').value = 'dollars', field('price').value = 2.5, show()"
+    )
+    address, answer = browser.evaluate("[location.hash, document.getElementById('answer').innerText]")
+    browser.evaluate("field('amount').value = 0, show()")
+    browser.evaluate(f"location.hash = {json.dumps(address)}, load()")
+    assert browser.evaluate("document.getElementById('answer').innerText") == answer
+    assert "dollars\t100" in answer
+    assert browser.evaluate("document.getElementById('curve').getAttribute('points').length") > 20
+    assert browser.errors == []

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bert_dp.config import ConfigError
 from launcher.plan import loss_fit
 from launcher.plan.frontier import CompletedRun, LossLaw
+from tests.helpers import raised_issues
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
@@ -31,16 +31,12 @@ def runs_of(
     return runs
 
 
-def protein_runs() -> list[CompletedRun]:
-    path = DATA / "isoflop_protein_mlm.csv"
+def published(name: str) -> list[dict[str, str]]:
+    path = DATA / name
     if not path.is_file():
-        pytest.skip(f"the published runs are not here: {path.name}")
+        pytest.skip(f"the published runs are not here: {name}")
     with path.open(newline="") as file:
-        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    return [
-        CompletedRun(r["budget_flops"], r["parameters"], r["loss"], r["budget_flops"] / 6 / r["parameters"])
-        for r in rows
-    ]
+        return list(csv.DictReader(file))
 
 
 ASYMMETRIC = LossLaw(1.2, 60.0, 3000.0, 0.25, 0.45)
@@ -87,19 +83,20 @@ def test_intervals_cover_the_best_size_in_nine_of_ten() -> None:
 
 
 def test_parabolas_of_the_published_masked_lms() -> None:
-    minima = loss_fit.parabola_minima(protein_runs())
-    assert loss_fit.parabola_exponent(minima) == pytest.approx(0.749, abs=0.005)
-    outside = [budget for budget, (_, inside) in minima.items() if not inside]
-    assert outside == [3e20]
-    del minima[3e20]
-    assert loss_fit.parabola_exponent(minima) == pytest.approx(0.789, abs=0.005)
+    rows = published("isoflop_protein_mlm.csv")
+    runs = [[float(row[name]) for name in ("budget_flops", "parameters", "loss")] for row in rows]
+    minima = loss_fit.parabola_minima([CompletedRun(c, n, x, c / 6 / n) for c, n, x in runs])
+    best = {budget: parameters for budget, (parameters, _) in minima.items()}
+    assert loss_fit.parabola_exponent(best) == pytest.approx(0.749, abs=0.005)
+    assert [budget for budget, (_, inside) in minima.items() if not inside] == [3e20]
+    del best[3e20]
+    assert loss_fit.parabola_exponent(best) == pytest.approx(0.789, abs=0.005)
 
 
 def test_too_few_runs_are_refused() -> None:
     for runs in (runs_of(LAW)[:5], runs_of(LAW)[:18]):
-        with pytest.raises(ConfigError) as refused:
-            loss_fit.fit(runs)
-        assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == ("RUNS", "missing")
+        (found,) = raised_issues(loss_fit.fit, runs)
+        assert (found.setting, found.kind) == ("RUNS", "missing")
 
 
 def demo_frontier() -> tuple[np.ndarray, np.ndarray]:
@@ -111,11 +108,7 @@ def demo_frontier() -> tuple[np.ndarray, np.ndarray]:
     from scipy.optimize import curve_fit
     from scipy.spatial import ConvexHull
 
-    path = DATA / "transformerxl_wikitext103_loss_vs_compute.csv"
-    if not path.is_file():
-        pytest.skip(f"the demo's runs are not here: {path.name}")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = published("transformerxl_wikitext103_loss_vs_compute.csv")
     runs = []
     for column in (name for name in rows[0] if name.endswith(" - valid_loss")):
         steps = column.removesuffix("valid_loss") + "_step"

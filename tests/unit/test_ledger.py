@@ -1,4 +1,4 @@
-"""What a run has spent: dollars and energy over its starts, from counters that wrap and start again."""
+"""Dollars and energy of a run over its starts, from counters that wrap and start again."""
 
 import sys
 from pathlib import Path
@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from bert_dp import files
-from bert_dp.config import ConfigError, RunConfig
+from bert_dp.config import RunConfig
 from bert_dp.files import ledger
 from bert_dp.files.ledger import EnergyCounter, Ledger, Spending, budget_issues, energy_counters, read_ledger
-from tests.helpers import make_config
+from tests.helpers import make_config, raised_issues
 
 
 class Clock:
     """A clock that is set by hand."""
 
-    def __init__(self, now: float = 100.0):
-        self.now = now
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -91,20 +90,16 @@ def test_rapl_counts_whole_packages_once_and_survives_a_wrap(tmp_path: Path) -> 
     assert read_ledger(tmp_path).kwh_per_s == pytest.approx(1.4 / 4 / 3.6e6)
 
 
-def test_a_reading_that_fails_is_made_up_for_by_the_next(tmp_path: Path) -> None:
-    root, clock = tmp_path / "powercap", Clock()
+def test_a_reading_that_fails_is_made_up_for_by_the_next_and_at_the_start_no_counter(tmp_path: Path) -> None:
+    root = tmp_path / "powercap"
     directory = zone(root, "intel-rapl:0", 1.0)
-    book = Ledger(tmp_path, 1, RunConfig(), energy_counters([], root), now=clock)
+    book = Ledger(tmp_path, 1, RunConfig(), energy_counters([], root), now=Clock())
     (directory / "energy_uj").write_text("")
     book.update()
     zone(root, "intel-rapl:0", 3.0)
     assert book.update().kwh == pytest.approx(2 / 3.6e6)
-
-
-def test_a_counter_that_may_not_be_read_is_none(tmp_path: Path) -> None:
-    directory = zone(tmp_path, "intel-rapl:0", 1.0)
     (directory / "energy_uj").unlink()
-    assert energy_counters([], tmp_path) == energy_counters([], tmp_path / "absent") == []
+    assert energy_counters([], root) == energy_counters([], tmp_path / "absent") == []
 
 
 def test_nvml_counts_each_gpu_by_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +115,7 @@ def test_nvml_counts_each_gpu_by_its_index(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_nvml_counter_starts_again_with_its_driver(tmp_path: Path) -> None:
     readings = iter([5.0, 8.0, 2.0])
-    clock = Clock()
-    book = Ledger(tmp_path, 1, RunConfig(), [EnergyCounter("nvml", readings.__next__)], now=clock)
-    clock.now += 1
+    book = Ledger(tmp_path, 1, RunConfig(), [EnergyCounter("nvml", readings.__next__)], now=Clock())
     book.update()
     assert book.update().kwh == pytest.approx((3 + 2) / 3.6e6)
 
@@ -131,9 +124,7 @@ def test_no_ledger_is_empty_and_a_damaged_one_is_refused(tmp_path: Path) -> None
     assert read_ledger(tmp_path).starts == []
     for damaged in ('{"schema_version": 2}', "{", "[]"):
         files.write_text(tmp_path / ledger.LEDGER, damaged)
-        with pytest.raises(ConfigError) as refused:
-            Ledger(tmp_path, 1, RunConfig())
-        assert refused.value.issues[0].kind == "damaged"
+        assert raised_issues(Ledger, tmp_path, 1, RunConfig())[0].kind == "damaged"
 
 
 def test_the_share_goes_on_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) -> None:
@@ -153,26 +144,25 @@ def test_the_share_goes_on_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) 
         Spending(tmp_path, "kwh", 1.0, end_s=0.0).share(clock.now)
 
 
+COUNTER = EnergyCounter("nvml", lambda: 1.0)
+
+
 @pytest.mark.parametrize(
-    ("settings", "setting", "kind", "other"),
+    ("settings", "counters", "missing"),
     [
-        (("dollars=1",), "run.price_per_device_hour", "missing", "schedule.dollars"),
-        (("kwh=1",), "run.watts_per_device", "missing", "schedule.kwh"),
-        (("kwh=1", "run.watts_per_device=9"), None, None, None),
-        (("hours=1",), None, None, None),
+        ("schedule.dollars=1", [COUNTER], "run.price_per_device_hour"),
+        ("schedule.kwh=1", [], "run.watts_per_device"),
+        ("schedule.kwh=1 run.watts_per_device=9", [], None),
+        ("schedule.kwh=1", [COUNTER], None),
+        ("schedule.hours=1", [], None),
     ],
 )
 def test_a_budget_needs_a_price_or_a_power(
-    tmp_path: Path, settings: tuple[str, ...], setting: str | None, kind: str | None, other: str | None
+    tmp_path: Path, settings: str, counters: list[EnergyCounter], missing: str | None
 ) -> None:
-    config = make_config(f"schedule.{settings[0]}", *settings[1:])
-    found = [(issue.setting, issue.kind, issue.other) for issue in budget_issues(config, tmp_path, [])]
-    assert found == ([(setting, kind, other)] if setting else [])
-
-
-def test_a_counter_stands_for_a_power(tmp_path: Path) -> None:
-    counter = EnergyCounter("nvml", lambda: 1.0)
-    assert budget_issues(make_config("schedule.kwh=1"), tmp_path, [counter]) == []
+    issues = budget_issues(make_config(*settings.split()), tmp_path, counters)
+    found = [(issue.setting, issue.kind, issue.other) for issue in issues]
+    assert found == ([(missing, "missing", settings.partition("=")[0])] if missing else [])
 
 
 def test_a_run_that_began_without_a_price_has_no_budget_in_dollars(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -48,21 +49,13 @@ def test_kills_during_the_run_are_counted(tmp_path: Path) -> None:
     assert watch.facts().oom_kills is None
 
 
-@dataclasses.dataclass
-class Worker:
+class Worker(SimpleNamespace):
     """As much of psutil.Process as is read."""
 
-    gib: float = 0.0
-    gone: bool = False
-
-    def memory_info(self) -> Worker:
-        if self.gone:
+    def memory_info(self) -> SimpleNamespace:
+        if self.gib is None:
             raise psutil.NoSuchProcess(1)
-        return self
-
-    @property
-    def rss(self) -> int:
-        return int(self.gib * GIB)
+        return SimpleNamespace(rss=int(self.gib * GIB))
 
 
 def test_the_peak_of_each_rank_is_kept_also_of_one_that_has_gone(
@@ -71,13 +64,13 @@ def test_the_peak_of_each_rank_is_kept_also_of_one_that_has_gone(
     seconds = 100.0
     monkeypatch.setattr(failure.time, "monotonic", lambda: seconds)
     watch = MemoryWatch(write_files(tmp_path, V1))
-    workers = {0: Worker(1.0), 10: Worker(2.0)}
+    workers: Any = {0: Worker(gib=1.0), 10: Worker(gib=2.0)}
     watch.sample(workers)
     workers[0].gib = 9.0
     watch.sample(workers)  # within the second: nothing
     assert watch.facts().peaks_gib == {"rank 0": 1.0, "rank 10": 2.0}
     for seconds, gib in ((101.0, 5.0), (102.0, 3.0)):  # noqa: B007 (the clock reads it)
-        workers[0].gib, workers[10].gone = gib, True
+        workers[0].gib, workers[10].gib = gib, None  # gone
         watch.sample(workers)
     assert watch.facts().peaks_gib == {"rank 0": 5.0, "rank 10": 2.0}
 

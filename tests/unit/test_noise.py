@@ -111,7 +111,7 @@ class Case:
 
 
 class FakeBatch:
-    """What train_step asks of a micro batch."""
+    """As much of a micro batch as train_step uses."""
 
     sample_ids = (0,)
 
@@ -232,7 +232,7 @@ STEPS, SAVED = 60, 40
 
 
 def column(run_dir: Path, name: str) -> list[float]:
-    """Of every step; a batch stands once for each."""
+    """Return a value for every step; a batch is repeated for each of its steps."""
     lines = read_lines(run_dir / "noise.jsonl")
     return [
         v for e in lines for v in (e[name] if isinstance(e[name], list) else [e[name]] * len(e["big_sq"]))

@@ -52,7 +52,7 @@ def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
 
 
 DEVIATION = math.sqrt(20 / 19 / 60**2 * 20 * 3**2)
-"""Of the mean of 60 steps that are one above and one below it in turns of three."""
+"""Deviation of the mean of 60 steps that are one above and one below it in turns of three."""
 TURNS = [1.0 if k // 3 % 2 else -1.0 for k in range(60)]
 
 

@@ -27,11 +27,19 @@ NO_CHOICE_NATS = 9.0
 STEPS = 1600  # of a whole run
 
 
-class SimulatedTrials:
-    """Trials whose steps and memory follow a curve."""
+class SimulatedSearch(BatchSearch):
+    """A search whose steps and memory follow a curve, by a memory formula that is off by up to 25 %."""
 
     def __init__(self, curve: ThroughputCurve):
+        config = make_config(model=TINY_MODEL, batch={"global_size": curve.global_size, "micro_size": 1})
+        options = BatchOptions("2", curve.budget_s, curve.limit_gib, "torchrun")
+        spec = BatchSearchSpec(config, options, curve.dp, curve.sizes, curve.limit_gib, False, "fp32")
+        gib = (0.8 + 0.45 * (curve.index % 7) / 6) * curve.gib_per_sequence
+        object.__setattr__(spec, "formula_gib", lambda micro: gib * micro)
+        no_runs: Any = None
+        super().__init__(spec, no_runs, lambda line: None)
         self.curve, self.timed, self.above_limit = curve, list[tuple[int, int]](), 0
+        self.run()
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
         curve = self.curve
@@ -56,38 +64,17 @@ class SimulatedTrials:
         return 0.0, NoiseScale(verdict="inconclusive", reason="simulated")
 
 
-class SimulatedSpec(BatchSearchSpec):
-    """A search whose formula is off by up to 25 %, whatever the model."""
-
-    curve: ThroughputCurve
-
-    def formula_gib(self, micro: int) -> float:
-        return (0.8 + 0.45 * (self.curve.index % 7) / 6) * self.curve.gib_per_sequence * micro
-
-
-def tune_batch(curve: ThroughputCurve) -> tuple[BatchSearch, SimulatedTrials]:
-    sections: dict[str, Any] = {"batch": {"global_size": curve.global_size, "micro_size": 1}}
-    options = BatchOptions("2", curve.budget_s, curve.limit_gib, "torchrun")
-    config = make_config(model=TINY_MODEL, **sections)
-    spec = SimulatedSpec(config, options, curve.dp, curve.sizes, curve.limit_gib, False, "fp32")
-    object.__setattr__(spec, "curve", curve)
-    made: Any = SimulatedTrials(curve)
-    search = BatchSearch(spec, made, lambda line: None)
-    search.run()
-    return search, made
-
-
 def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation() -> None:
     losses, even, above_limit, over_budget = list[float](), list[float](), 0, 0
     for index in range(simulated.CURVES):
         curve = simulated.throughput_curve(index)
-        search, made = tune_batch(curve)
-        choice, runs = search.choice(), len(made.timed)
+        search = SimulatedSearch(curve)
+        choice, runs = search.choice(), len(search.timed)
         assert choice is not None
         losses.append(max(0.0, curve.loss(choice.micro_batch)))
-        steps = round(sum(steps for _, steps in made.timed) / runs)
+        steps = round(sum(steps for _, steps in search.timed) / runs)
         even.append(curve.loss(curve.equally_often(runs, steps, search.samples)))
-        above_limit += made.above_limit
+        above_limit += search.above_limit
         over_budget += search.used_s > 1.05 * curve.budget_s
     found, evenly = simulated.quality(losses, MAX_LOSS), simulated.quality(even, MAX_LOSS)
     assert found["within"] >= evenly["within"]
@@ -101,7 +88,7 @@ def test_slow_starts_do_not_carry_a_search_far_beyond_its_budget() -> None:
     for index in range(0, simulated.CURVES, 5):
         curve = simulated.throughput_curve(index)
         slow = dataclasses.replace(curve, startup_s=5 + index % 35, budget_s=60.0)
-        search, _ = tune_batch(slow)
+        search = SimulatedSearch(slow)
         longest_s = max(trial.seconds for trial in (*search.memory_trials, *search.trials))
         assert search.used_s <= 1.25 * 60.0 + longest_s
         assert search.choice() is not None

@@ -70,15 +70,15 @@ def test_the_bus_is_as_fast_as_its_slowest_hop() -> None:
     assert [Fabric(4, by_count, FAR, 50).bus_gb_s(n) for n in (2, 4, 8)] == [30, 70, 70]
     between = LinkSpec("net", 1, 1.0, gpus_gb_s={2: 3, 8: 9})
     assert Fabric(4, NEAR, between).bus_gb_s(8) == 3  # two nodes take part
-    twice = Fabric(4, by_count, FAR, 50).scaled(2)
+    twice = Fabric(4, by_count, FAR, 50, speed=2)
     assert [twice.bus_gb_s(n) for n in (2, 8)] == [60, 140]
 
 
 def test_tensor_parallel_neighbours_share_node_and_nics() -> None:
     halves = NODES.replicas(2)
-    assert (halves.gpus_per_node, halves.nics, halves.bus_gb_s(4)) == (2, 2, 10)
+    assert (halves.gpus_per_node, halves.nics, halves.bus_gb_s(4)) == (2, 1, 10)
     assert NODES.replicas(8).gpus_per_node == 1
-    assert Fabric(5, NEAR).replicas(2) == Fabric(2, NEAR)
+    assert Fabric(5, NEAR, nics=4).replicas(2) == Fabric(2, NEAR, nics=2)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "rooted"])
@@ -125,7 +125,7 @@ def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
     assert fabric.seconds(1e6, 4, "reduce_scatter") == pytest.approx(1.5e-3)
     assert fabric.seconds(1e6, 3, "rooted") == pytest.approx(3e-3 / bus)
     assert fabric.seconds(1e6, 8) == NODES.seconds(1e6, 8)
-    assert fabric.scaled(2).seconds(1e6, 4) == pytest.approx(1.5e-3)
+    assert dataclasses.replace(fabric, speed=2).seconds(1e6, 4) == pytest.approx(1.5e-3)
     assert fabric.seconds(1e6, 1) == fabric.seconds(0, 4) == NODE.seconds(1e6, 1) == 0
 
 
@@ -266,7 +266,7 @@ def test_one_rank_is_exactly_what_was_measured_and_links_without_end_lose_nothin
     row = predict(crammed(), Scenario(REAL, 1, engine, accumulation=4, spread=0.05))
     assert row.step_time_s == 4 * 0.1 + 0.005
     assert (row.split_s.exposed_comm, row.split_s.straggler, row.efficiency) == (0, 0, 1)
-    endless = Fabric(10**6, find_link("nvlink4").scaled(1e15))
+    endless = Fabric(10**6, find_link("nvlink4"), speed=1e15)
     far = predict(crammed(10.0), Scenario(endless, 4, engine, accumulation=4))
     assert far.efficiency == pytest.approx(1, abs=5e-4)
     assert predict(crammed(10.0), Scenario(endless, 4, engine, spread=0.02)).efficiency < 0.99

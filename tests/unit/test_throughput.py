@@ -9,40 +9,31 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import Config
 from launcher.tune import throughput
 from launcher.tune.throughput import BatchTrial, MemoryLine
 from tests.helpers import make_config, raised_issues
 
 
-def config(global_size: int = 64, **batch: Any) -> Config:
-    return make_config(batch={"global_size": global_size, "micro_size": 1, **batch})
-
-
 def timed(samples: int, steps: list[float], passes: list[float], exposed_s: float = 0.0) -> BatchTrial:
-    return BatchTrial(
-        name="r",
-        micro_batch=1,
-        samples=samples,
-        seconds=9.0,
-        status="ok",
-        step_s=steps,
-        forward_backward_s=passes,
-        data_wait_s=[0.0] * len(steps),
-        exposed_s=exposed_s,
-    )
+    times = {"step_s": steps, "forward_backward_s": passes, "data_wait_s": [0.0] * len(steps)}
+    facts = {"name": "r", "micro_batch": 1, "samples": samples, "seconds": 9.0, "status": "ok"}
+    return BatchTrial(**facts, **times, exposed_s=exposed_s)  # type: ignore[arg-type]
+
+
+def sizes(ranks: int, **batch: Any) -> list[int]:
+    return throughput.dividing_sizes(make_config(batch={"micro_size": 1, **batch}), ranks)
 
 
 def test_only_micro_batches_that_keep_the_declared_global_batch() -> None:
-    assert throughput.dividing_sizes(config(48), 2) == [1, 2, 3, 4, 6, 8, 12, 24]
-    assert throughput.dividing_sizes(config(48), 1)[-1] == 48
-    assert throughput.dividing_sizes(config(64, ramp_fraction=0.5, ramp_quantum=16), 2) == [1, 2, 4, 8]
-    (issue,) = raised_issues(throughput.dividing_sizes, config(7), 2)
+    assert sizes(2, global_size=48) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert sizes(1, global_size=48)[-1] == 48
+    assert sizes(2, global_size=64, ramp_fraction=0.5, ramp_quantum=16) == [1, 2, 4, 8]
+    (issue,) = raised_issues(sizes, 2, global_size=7)
     assert (issue.setting, issue.kind) == ("batch.global_size", "does_not_divide")
 
 
 def test_the_sizes_that_are_timed_divide_the_largest_and_are_evenly_spaced() -> None:
-    every = throughput.dividing_sizes(config(2**14), 2)
+    every = sizes(2, global_size=2**14)
     assert len(every) == 14
     kept = throughput.sizes_to_time(every)
     assert len(kept) == 8

@@ -21,7 +21,7 @@ from launcher.log import Log
 from launcher.machine import environment
 from launcher.run.trials import PARTS, Runner, SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed
 from launcher.tune import PLAN, batch
-from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec, BatchTrials
+from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
 from launcher.tune.throughput import TuneBatch
 from tests import tune_fixture
 from tests.e2e.cli import TINY
@@ -157,20 +157,20 @@ class PreferringRunner(MadeRunner):
 
 
 class LosingRunner(MadeRunner):
-    """Micro batches of 10 sequences and more do not run to their end."""
+    """Micro batches of 10 sequences and more are out of memory."""
 
-    least, kind = 10, "device_memory"
+    least, kind, status = 10, "device_memory", "oom"
 
     def run_one(self, trial: Trial) -> TrialOutcome:
         ended = super().run_one(trial)
         if trial.config.batch.micro_size < self.least:
             return ended
         files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", self.kind))
-        return TrialOutcome("oom" if self.kind == "device_memory" else "failed", 1.0)
+        return TrialOutcome(self.status, 1.0)
 
 
 class FailingRunner(LosingRunner):
-    least, kind = 0, "error"
+    least, kind, status = 0, "error", "failed"
 
 
 def runner(kind: type[Runner], out: Path) -> Any:
@@ -186,10 +186,10 @@ SESSION: Any = SimpleNamespace(facts=dict)
 
 
 def searched(runs: Runner, log: Log = print, **changes: Any) -> TuneBatch:
-    """What tune.json holds of a search on two ranks of 1.6 GiB."""
+    """Return tune.json of a search on two ranks of 1.6 GiB."""
     plain = {"sizes": (1, 2, 4, 8, 16, 32), "budget_s": 600.0, "limit_gib": 1.6}
     spec = spec_of(config(64), **{**plain, **changes})
-    search = BatchSearch(spec, BatchTrials(spec, runs), log)
+    search = BatchSearch(spec, runs, log)
     search.run()
     return search.result(ENDING, SESSION)
 
@@ -296,9 +296,8 @@ def test_a_model_that_does_not_fit_is_refused_with_its_peak(tmp_path: Path) -> N
     ("peaks", "status"), [([0.5, 0.9], "ok"), ([0.5, 1.1], "over"), ([1.1, 0.5], "over")]
 )
 def test_one_rank_over_its_limit_rejects_the_size(peaks: list[float], status: str) -> None:
-    made: Any = SimpleNamespace(time_steps=lambda *_: tune_fixture.timed_trial(1, 0, 0.1, peaks_gib=peaks))
-    search = BatchSearch(spec_of(config(2), sizes=(1,), limit_gib=1.0), made, print)
-    trial = search._add(made.time_steps(), search.trials)
+    search = BatchSearch(spec_of(config(2), sizes=(1,), limit_gib=1.0), runner(Runner, Path()), print)
+    trial = search._add(tune_fixture.timed_trial(1, 0, 0.1, peaks_gib=peaks), search.trials)
     assert search.trials == [trial]
     assert (trial.status, "1.10 GiB" in (trial.reason or "")) == (status, status == "over")
 
@@ -313,7 +312,7 @@ def test_a_trial_keeps_the_users_settings_and_a_cpu_rank_its_limit(
     """An allocation fails a gibibyte above the limit. A GPU's own memory is its limit."""
     noisy = make_config("log.noise_scale=true", "batch.global_size=8")
     spec = spec_of(noisy, **changes)
-    trial = BatchTrials(spec, runner(Runner, tmp_path)).trial("t", 2, 8, 4)
+    trial = BatchSearch(spec, runner(Runner, tmp_path), print).trial("t", 2, 8, 4)
     assert (trial.config.model, trial.config.optim) == (noisy.model, noisy.optim)
     assert (trial.config.batch.micro_size, trial.config.batch.global_size) == (2, 8)
     assert (trial.config.log.step_times, trial.config.log.noise_scale) == (True, False)

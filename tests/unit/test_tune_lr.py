@@ -176,8 +176,7 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     assert result.exit_code == 0
     assert {t.status for t in result.tune.rungs[0].trials if t.lr > 0.008} == {"diverged"}
     assert {t.status for t in result.tune.rungs[0].trials if t.lr < 0.0015} <= {"failed"}
-    failed = [t for t in result.tune.rungs[0].trials if t.status == "failed"]
-    assert all(t.reason == "RuntimeError: broken" for t in failed)
+    assert {t.reason for t in result.tune.rungs[0].trials if t.status == "failed"} <= {"RuntimeError: broken"}
     assert 0.0015 <= result.tune.choice.lr <= 0.008
 
 
@@ -201,9 +200,8 @@ def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, reas
 
 
 def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> None:
-    first = run(limit=7)
+    first, second = run(limit=7), run()
     assert (first.exit_code, first.tune.status, first.tune.choice) == (130, "partial", None)
-    second = run()
     assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
@@ -251,12 +249,7 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
     [
         ("hours=0.5", LrOptions(), 0, "as long as 4.4 runs of 0.5 hours, 2 h 11 min"),
         ("steps=80", LrOptions(), 0, "then 12 trials, 2 at a time: as long as 4.4 runs of 10.2 k tokens; "),
-        (
-            "epochs=2",
-            LrOptions(rates=3, seeds=1),
-            0,
-            "then 6 trials, 2 at a time: as long as 2.2 runs of 2 ep",
-        ),
+        ("epochs=2", LrOptions(rates=3, seeds=1), 0, "6 trials, 2 at a time: as long as 2.2 runs of 2 ep"),
         ("steps=80", LrOptions(budget_s=600), 0, "shortened to 10 min 00 s in all"),
         ("tokens=1e9", LrOptions(), 1, "as long as 7.6 runs of 1 G tokens, "),
     ],
@@ -337,21 +330,28 @@ def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> No
     assert peak_lr(lr.tuned_config(automatic, 0.003)).value == 0.003
 
 
-def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_gpus(*names: str) -> Slot:
+    return Slot(gpus=names)
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "gpus", "cores", "most", "slots"),
+    [
+        (None, 2, 5, 64, 9, [of_gpus("0", "1"), of_gpus("2", "3")]),
+        ("3,GPU-ab, 1", 1, 3, 64, 9, [of_gpus("3"), of_gpus("GPU-ab"), of_gpus("1")]),
+        (None, 1, 0, 8, 3, [Slot((0, 1)), Slot((2, 3)), Slot((4, 5))]),  # more cores than trials
+        (None, 2, 0, 4, 9, [Slot((0, 1, 2, 3)), Slot((4, 5, 6, 7))]),
+        (None, 16, 0, 8, 9, [Slot(tuple(range(8)))]),
+    ],
+)
+def test_a_trial_has_devices_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, visible, ranks, gpus, cores, most, slots
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    slots = trials.device_slots(2, gpus=5, cores=64, most=9)
-    assert slots == [Slot(gpus=("0", "1")), Slot(gpus=("2", "3"))]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab, 1")
-    slots = trials.device_slots(1, gpus=3, cores=64, most=9)
-    assert slots == [Slot(gpus=("3",)), Slot(gpus=("GPU-ab",)), Slot(gpus=("1",))]
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    slots = trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
-    assert slots == [Slot(cores=(0, 1)), Slot(cores=(2, 3)), Slot(cores=(4, 5))]
-    assert trials.device_slots(2, gpus=0, cores=4, most=9) == [
-        Slot(cores=(0, 1, 2, 3)),
-        Slot(cores=(4, 5, 6, 7)),
-    ]
-    assert trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
+    assert trials.device_slots(ranks, gpus=gpus, cores=cores, most=most) == slots
 
 
 @pytest.mark.parametrize(

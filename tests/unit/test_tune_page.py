@@ -93,11 +93,10 @@ def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
     assert "64.00 GiB" in far.note
 
 
-def empty_lr() -> dict[str, Any]:
-    return lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None)
+EMPTY_LR = lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None)
 
 
-@pytest.mark.parametrize("data", [unmeasured(), empty_lr()], ids=["batch", "lr"])
+@pytest.mark.parametrize("data", [unmeasured(), EMPTY_LR], ids=["batch", "lr"])
 def test_nothing_measured_is_never_zero(data: dict[str, Any]) -> None:
     page = read_page(of({**data, "environment": {}, "config": {}}))
     assert page.labels == []

@@ -3,41 +3,34 @@
 const data = JSON.parse(document.getElementById("plan").textContent);
 
 function nearest(sizes, target) {
-  let best = 0;
-  sizes.forEach((size, i) => {
-    if (Math.abs(Math.log(size / target)) < Math.abs(Math.log(sizes[best] / target))) best = i;
-  });
-  return best;
+  const away = sizes.map(size => Math.abs(Math.log(size / target)));
+  return away.indexOf(Math.min(...away));
 }
 
-function solveAboveTip(hoursOf, low, high, hours) {
-  let left = Math.log(low), right = Math.log(high);
-  const golden = (Math.sqrt(5) - 1) / 2;
-  while (right - left > 1e-9) {
-    const a = right - golden * (right - left), b = left + golden * (right - left);
-    if (hoursOf(Math.exp(a)) <= hoursOf(Math.exp(b))) right = b; else left = a;
-  }
-  const tip = left, least = hoursOf(Math.exp(tip)), most = hoursOf(high);
+// value at x, linear in the logarithms between points i and i + 1
+function interpolate(x, xs, ys, i) {
+  const share = Math.log(x / xs[i]) / Math.log(xs[i + 1] / xs[i]);
+  return ys[i] * Math.pow(ys[i + 1] / ys[i], share);
+}
+
+function solveAboveTip(sizes, hoursOf, hours) {
+  const least = Math.min(...hoursOf), most = hoursOf[hoursOf.length - 1];
   if (!(least <= hours && hours <= most)) return { bound: hours < least ? least : most };
-  left = tip;
-  right = Math.log(high);
-  for (let i = 0; i < 100; i++) {
-    const middle = (left + right) / 2;
-    if (hoursOf(Math.exp(middle)) < hours) left = middle; else right = middle;
-  }
-  return { size: Math.exp(left) };
+  const below = hoursOf.findLastIndex(each => each <= hours);
+  return { size: below === sizes.length - 1 ? sizes[below] : interpolate(hours, hoursOf, sizes, below) };
 }
 
 const exponent = law => law.b / (law.a + law.b);
 const loss = (law, n, d) => law.E + law.A * Math.pow(n, -law.a) + law.B * Math.pow(d, -law.b);
 const bestParameters = (law, flops) =>
-  Math.pow((law.a * law.A) / (law.b * law.B), 1 / (law.a + law.b)) * Math.pow(flops / data.flops, exponent(law));
+  Math.pow((law.a * law.A) / (law.b * law.B), 1 / (law.a + law.b)) * Math.pow(flops / law.flops, exponent(law));
+const bestBudget = (law, n) => Math.pow(n / bestParameters(law, 1), 1 / exponent(law));
 const bestLoss = (law, flops) => {
   const n = bestParameters(law, flops);
-  return loss(law, n, flops / data.flops / n);
+  return loss(law, n, flops / law.flops / n);
 };
 
-// value of the law with its 95 % interval, as Fit.estimate computes it
+// value of the law with its 95 % interval, as Frontier.estimate computes it
 function estimate(value) {
   const middle = value(data.law), all = data.draws.map(value), each = data.left_out.map(value);
   const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
@@ -55,17 +48,9 @@ function plan(state) {
     hours: 1, dollars: state.price * state.count, kwh: (device.watts * state.count * data.pue) / 1e3,
   };
   const hours = state.amount / perHour[state.unit];
-  const logs = sizes.map(Math.log);
-  const scale = data.law ? bestParameters(data.law, 1) : 0;
-  const budgetOf = n => data.law ? Math.pow(n / scale, 1 / exponent(data.law)) : 6 * state.ratio * n * n;
-  const hoursOf = n => {
-    const at = logs.findIndex(log => log >= Math.log(n));
-    const i = Math.min(Math.max(at < 0 ? logs.length : at, 1), logs.length - 1);
-    const share = (Math.log(n) - logs[i - 1]) / (logs[i] - logs[i - 1]);
-    const low = Math.log(rates[i - 1]), high = Math.log(rates[i]);
-    return budgetOf(n) / (6 * n) / Math.exp(low + share * (high - low)) / 3600;
-  };
-  const found = solveAboveTip(hoursOf, sizes[0], sizes[sizes.length - 1], hours);
+  const hoursOf = sizes.map((n, i) =>
+    (data.law ? bestBudget(data.law, n) / (6 * n) : state.ratio * n) / rates[i] / 3600);
+  const found = solveAboveTip(sizes, hoursOf, hours);
   if (found.bound !== undefined) return { ...found, bound: found.bound * perHour[state.unit] };
   const rate = rates[nearest(sizes, found.size)], flops = 6 * found.size * rate * hours * 3600;
   return {
