@@ -14,7 +14,11 @@ from bert_dp.config import Config, ConfigError, Issue, parse_overrides, resolve
 CONFIGS = Path(__file__).parents[1] / "configs"
 OF_ANY_MODEL = ("finetune", "glue", "distill")
 """Names of the configurations that have no model of their own."""
-PRETRAINING = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.stem not in OF_ANY_MODEL]
+RECIPES = [CONFIGS / f"{name}.yaml" for name in ("one-gpu", "eight-gpus", "two-nodes", "continued")]
+"""Those that train the model of another configuration, or of the user."""
+PRETRAINING = [
+    path for path in sorted({*CONFIGS.glob("*.yaml")} - {*RECIPES}) if path.stem not in OF_ANY_MODEL
+]
 BASE: dict[str, Any] = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 10}, "precision": "fp32"}
 TINY_MODEL = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
 

@@ -1,4 +1,4 @@
-"""The recipes: pages whose commands and blocks run in order, and each shipped configuration, at tiny size."""
+"""The recipes: pages whose commands and blocks run in order, and configurations, at tiny size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import load_config, shipped_configs
-from tests.e2e.cli import TINY, bert_dp, start, step_reached, tiny, wait_for
+from tests.e2e.cli import TINY, bert_dp, start, step_reached, wait_for
 from tests.e2e.test_hf_encoders import SETTINGS, bert_tokenizer, write_encoder
 from tests.e2e.test_readme import ROOT, WORDS
 from tests.helpers import read_json
@@ -107,23 +107,6 @@ def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path)
     summary = read_json(directory / "summary.json")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 400, 2)
     assert summary["since_step"] >= 5, "it went on from a checkpoint"
-
-
-PRETRAINING = [
-    path.stem
-    for path in sorted(shipped_configs().glob("*.yaml"))
-    if path.stem not in ("finetune", "glue", "distill")  # their verbs' tests run these
-]
-
-
-@pytest.mark.parametrize("name", [name for name in PRETRAINING if name != "continued"])
-def test_a_shipped_configuration_trains(name: str, shards: Path, tmp_path: Path) -> None:
-    """With its schedule, optimizer, model variant and engine; only sizes and the budget are small."""
-    words = [*tiny(shards), "--set", "run.init_from=null", "--nproc", "2"]
-    done = bert_dp("train", name, *words, "--run-dir", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = read_json(tmp_path / "run/summary.json")
-    assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 2)
 
 
 def test_continued_pretraining_begins_with_an_encoder_and_goes_back(folder: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from bert_dp.config import dump_config, load_config
 from tests.e2e.cli import TINY, bert_dp, go_on, here, refused, tiny, train
-from tests.helpers import PRETRAINING, logged, read_json, read_lines
+from tests.helpers import PRETRAINING, RECIPES, logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 from tests.shards import edited_manifest
 
@@ -105,7 +105,7 @@ def test_weights_of_other_tokens_are_refused(first: tuple[Path, str], shards: Pa
     assert "data.tokenizer" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("config", PRETRAINING, ids=lambda p: p.stem)
+@pytest.mark.parametrize("config", [*PRETRAINING, *RECIPES], ids=lambda p: p.stem)
 def test_every_shipped_configuration_trains(tmp_path: Path, shards: Path, config: Path) -> None:
     """The verb accepts it, and a rank trains what the verb resolves it to."""
     more = "run.init_from=null"  # a second phase has no first one here
