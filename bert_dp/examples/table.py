@@ -282,7 +282,7 @@ def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]
             raise data_error(train.name, "wrong_type", message, fix, row.label[0])
     least = 1 if kind == "multi_label" else 2
     if len(found) < least or (kind != "regression" and len(found) > MAX_LABELS):
-        message = f"{len(found)} different labels, expected {least} to {MAX_LABELS}"
+        message = f"the number of different labels is {len(found)}, expected {least} to {MAX_LABELS}"
         fix = "add examples" if len(found) < least else f"name the column of the labels, or {SCORES_FIX}"
         raise data_error(train.name, "out_of_range", message, fix, len(found))
     if kind == "regression":

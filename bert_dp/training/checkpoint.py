@@ -287,7 +287,8 @@ def resolve(source: str) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest, problems = newest_valid(folder)
     if newest is None:
-        missing = Issue(source, "not_found", "no valid checkpoint there", hint="name a run or a checkpoint")
+        message = "no valid checkpoint there" if path.exists() else "does not exist"
+        missing = Issue(source, "not_found", message, hint="name a run or a checkpoint")
         raise ConfigError([missing, *(Issue("", "damaged", problem) for problem in problems)])
     for problem in problems:
         sys.stderr.write(f"warning: {problem}; using {newest.name}\n")

@@ -43,7 +43,7 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
         title,
         verdicts=[
             Verdict(
-                f.level, f.message, () if f.level == "ok" else (f"causes: {f.consequence}", f"fix: {f.fix}")
+                f.level, f.message, () if f.level == "ok" else (f"effect: {f.consequence}", f"fix: {f.fix}")
             )
             for f in findings
         ],
@@ -239,7 +239,12 @@ def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
     """Return a failure, or a warning if time ran out, as on a busy machine."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
-        return Finding("warn", message, "nothing is known of it", "ask again when the machine is idle")
+        return Finding(
+            "warn",
+            message,
+            "unknown, as nothing was measured",
+            "run `bert-dp doctor` again when the machine is idle",
+        )
     return Finding("fail", f"{check}: {error}", consequence, fix)
 
 

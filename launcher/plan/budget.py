@@ -37,7 +37,7 @@ from launcher.plan.scaling import load_named, unknown_issues
 from launcher.plan.step_model import hardware, interpolate
 from launcher.report import html
 from launcher.report.formats import format_count, format_si
-from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, Verdict, table, words
+from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
 
 Unit = Literal["hours", "dollars", "kwh"]
 Origin = Literal["published", "stated"]  # of a cost
@@ -556,18 +556,22 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
         for name, f in plan.figures.items()
         if f.value is not None
     ]
-    columns: list[Quantity | Computed] = [
-        Computed(lambda model: f"{model.num_layers} x {model.hidden_size}", "layers x width", "word"),
+    columns: list[Quantity] = [
+        Quantity(lambda model: f"{model.num_layers} x {model.hidden_size}", "layers x width", "word"),
         Quantity("parameters", "parameters"),
-        Computed(lambda model: figure_text("tokens", model.tokens), "tokens", "word"),
-        Computed(lambda model: model.loss and figure_text("loss", model.loss), "loss", "word"),
+        Quantity(lambda model: figure_text("tokens", model.tokens), "tokens", "word"),
+        Quantity(lambda model: model.loss and figure_text("loss", model.loss), "loss", "word"),
         Quantity("note", "" if plan.is_chosen else "source", "word"),
     ]
     models = [(model.name, model) for model in plan.models]
+    hint = "Give --frontier FILE, --tokens-per-parameter N or --keep-model to choose a size."
+    not_written = (
+        [] if written else [Verdict("info", "No size was chosen, so no configuration was written.", [hint])]
+    )
     title = "What the budget buys" if plan.is_chosen else "Published answers, none of which is chosen"
     return Report(
         "bert-dp: plan of a budget",
-        verdicts=[Verdict("warn", text) for text in plan.warnings],
+        verdicts=[*(Verdict("warn", text) for text in plan.warnings), *not_written],
         sections=[
             ReportSection(
                 "", tables=[Table(rows, title="Plan"), table(models, columns, title=title, corner="model")]

@@ -70,13 +70,15 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
     row, factor = gpu_speed.predicted_step(config, gpu, count, precision, config.batch.micro_size)
     fits = gpu_speed.micro_batch_that_fits(config, precision, gpu, count)
     of = f"{count} x {gpu}" + (f" over {link}" if link else "")
+    quantum = config.batch.ramp_quantum if config.batch.ramp_fraction > 0 else None
+    divided = "the batch" if quantum is None else f"batch.ramp_quantum {quantum} over the replicas"
 
     def between(value: float, text: Callable[[float], str]) -> str:
         return f"{text(value)} ({text(value / factor)} to {text(value * factor)}, 95 %)"
 
     tokens_text = partial(format_si, unit="tokens")
     lines = [
-        f"micro   {fits or 'none'} is the largest that divides the batch and fits 90 % of {gpu} (estimate)",
+        f"micro   {fits or 'none'} is the largest that divides {divided} and fits 90 % of {gpu} (estimate)",
         f"speed   {between(row.tokens_per_s, tokens_text)} a second on {of}, "
         f"{format_step_time(row.step_time_s)} a step (roofline fitted to published rows)",
     ]

@@ -86,7 +86,8 @@ def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: 
     """Return the largest micro batch that divides the global batch and its ramp and whose estimate fits the
     GPU; None where one sequence does not."""
     batch = config.batch
-    whole = math.gcd(batch.global_size, batch.ramp_quantum or batch.global_size)
+    quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
+    whole = math.gcd(batch.global_size, quantum or batch.global_size)
     best = None
     for micro in divisors(max(1, whole * config.parallel.tensor // world_size)):
         tried = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})

@@ -51,7 +51,10 @@ BOUNDS = ("no stragglers", "perfect overlap")  # no settings: their gain is what
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
-GIVE = "give scaling.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
+GIVE = (
+    "give scaling.json of `bert-dp scale`, or --model with --seq-per-s and --micro (`bert-dp train CONFIG "
+    "--dry-run --gpu NAME` estimates tokens/s; divided by data.sequence_length they are sequences/s)"
+)
 CPU_WITH_GPU_LINK = (
     "The profile is of a CPU, whose steps are far longer than a GPU's, but --link joins GPUs: the efficiency "
     "is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and --gpu in place of --from."

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bert_dp import files
 from bert_dp.config import ConfigError, flat, native_issues, resolve
+from bert_dp.config.checks import Kind
 from bert_dp.config.errors import sha256
 from bert_dp.config.schema import CODE
 from bert_dp.files.ledger import Spent
@@ -160,7 +161,8 @@ def _next(run: RunFiles) -> str:
     if run.finished and run.summary.status == "done":
         if run.config.get("task"):  # nothing but training executes its code
             return ""
-        form, kind = "onnx", "mlm" if run.heldout.examples is None else "classifier"
+        kind: Kind = "mlm" if run.heldout.examples is None else "classifier"
+        form = "onnx"
         with contextlib.suppress(ConfigError):
             form = "onnx" if native_issues(resolve([run.config]), kind) else "hf"
         return f"bert-dp export {form} {path} --out {shlex.quote(f'{run.path}-{form}')}"

@@ -108,7 +108,7 @@ def run(
             kind="no_cause",
             message=f"{start.launcher}: {describe_exit_code(first.code, 'and no summary')}",
             log=first.log,
-            log_tail=failure.tail_of(first.said),
+            log_tail=first.said.splitlines()[-failure.TAIL_LINES :],
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         hang = hung if watch is not None and watch.ends else None

@@ -260,7 +260,7 @@ class BatchSearch:
             raise TrialsFailed(f"micro batch {smallest} does not run: {first.reason}")
         affords = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
         self._log(
-            f"a trial takes {self._startup_s:.1f} s to start: the budget affords {affords} more at most"
+            f"a trial takes {self._startup_s:.1f} s to start: the budget has time for {affords} more at most"
         )
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
@@ -405,7 +405,9 @@ class BatchSearch:
     def _no_noise(self, micro: int, steps: int) -> str | None:
         """Return the reason that the noise scale cannot be measured, if there is one."""
         if steps < MIN_NOISE_STEPS:
-            return f"the budget leaves {steps} steps, {MIN_NOISE_STEPS} are needed; raise --budget"
+            return (
+                f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps it takes; raise --budget"
+            )
         config = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True})
         try:
             batch_layout(config, self.spec.ranks)

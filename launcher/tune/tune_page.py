@@ -106,7 +106,7 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", "No micro batch was chosen.")
-    share = "the fastest"
+    share = "the fastest" if len(tune.sizes) > 1 else "the only size that was timed"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
         share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"

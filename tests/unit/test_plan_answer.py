@@ -14,7 +14,7 @@ from bert_dp import files
 from bert_dp.config import Issue, changed_settings, dump_config, find_config, load_config
 from launcher import results
 from launcher.plan import budget, fit, loss_fit
-from launcher.plan.budget import BudgetOptions, plan_budget, sourced_values
+from launcher.plan.budget import BudgetOptions, budget_page, plan_budget, sourced_values
 from launcher.plan.frontier import Frontier
 from launcher.plan.gpu_speed import gpu_rate
 from launcher.report.formats import format_si
@@ -81,6 +81,7 @@ def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
 def test_published_answers_write_no_configuration(tmp_path: Path) -> None:
     plan, written = plan_budget(BudgetOptions(hours=24.0, gpu=H100), tmp_path / "planned.yaml")
     assert (plan.is_chosen, written, list(tmp_path.iterdir())) == (False, None, [])
+    assert "no configuration was written" in budget_page(plan, written).verdicts[-1].text
 
 
 def test_factors_have_their_origin_and_old_ones_are_said(tmp_path: Path) -> None:
@@ -262,6 +263,7 @@ DRY = ("train", "crammed-bert", "data.sources=builtin", "--dry-run")
     ("settings", "gpu", "nproc", "expected"),
     [
         ((), H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "reach": 24}),
+        (("batch.ramp_fraction=0",), H100, 8, {"micro": "1024 is the largest that divides the batch and"}),
         # tokens have a time, and auto precision follows the GPU
         (("schedule.tokens=1000000000",), "T4-16G", 1, {"memory": "fp16", "time": "of training"}),
         # dollars reach what their hours do
