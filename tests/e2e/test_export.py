@@ -191,6 +191,9 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
     config = read_json(out / "config.json")
     config["rope_parameters"]["rope_theta"] = 10_000.0
     (out / "config.json").write_text(json.dumps(config))
+    about = read_json(out / "export.json")
+    about["files"]["config.json"] = sha256(out / "config.json")
+    (out / "export.json").write_text(json.dumps(about))
     shown = bert_dp("export", "check", out.name, "--run", str(runs / "rms"), cwd=tmp_path)
     assert shown.returncode == 1, shown.stderr
     assert "does not compute what the run computes" in shown.stdout
@@ -205,7 +208,7 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
     [
         ("hf", "crammed", (), "model.position: scaled_sinusoidal with model.norm: layernorm"),
         ("hf", "recipe-labels", ("--encoder",), "model.position: scaled_sinusoidal"),
-        ("hf", "nowhere", (), "no valid checkpoint"),
+        ("hf", "nowhere", (), "does not exist"),
         ("aoti", "rope", ("--int8",), "--int8"),
     ],
 )

@@ -23,7 +23,7 @@ from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.source import ExportModule, describe, open_run, write_about, write_hf
 from bert_dp.model.hf import from_modernbert
 from bert_dp.training.process import RunFailed
-from tests.helpers import issues_of, raised_issues, read_json
+from tests.helpers import issues_of, raised_issues, read_json, write_files
 from tests.runs_to_export import (
     SPECIAL,
     VOCABULARY,
@@ -249,7 +249,7 @@ def test_a_tokenizer_keeps_roberta_s_frame_and_gets_ours_in_place_of_an_unknown_
     ):
         file.write_text(tokenizer.to_str())
         out = tmp_path / name
-        out.mkdir()
+        write_files(out, {"config.json": "", "model.safetensors": ""})
         write_about(out, dataclasses.replace(source, tokenizer_file=file), "hf", "bert-dp export")
         assert read_json(out / "export.json")["tokenizer_sha256"] == readers.file_hash(file)
         kept = (out / "tokenizer.json").read_bytes() == file.read_bytes()

@@ -136,8 +136,8 @@ def test_what_an_exported_directory_predicts_by_is_its_own(
     config = finetuned(config_of("quickstart", model=SMALL), "recipe", pooling="mean")
     run, out = write_run(tmp_path / "run", config), tmp_path / "out"
     out.mkdir()
-    write_about(out, open_run(run, encoder=False), "onnx", "bert-dp export")
     (out / "model.onnx").touch()
+    write_about(out, open_run(run, encoder=False), "onnx", "bert-dp export")
     (out / "export.json").write_text(json.dumps({**read_json(out / "export.json"), "sequence_length": 9}))
     for place, length in ((out, 9), (run, 128)):
         found = prediction.open_predictor(place)
