@@ -621,7 +621,7 @@ def test_any_bytes_are_examples_or_are_refused_in_one_line(lab: Lab, suffix: str
         ("own.csv", "title,label\na cat,x\n", "missing", "'text' (got keys ['label', 'title'])"),
         ("own.csv", f"{GOOD} \t,y\n", "missing", "line 4"),
         ("own.csv", f"{GOOD}a dog,\n", "wrong_type", "line 4"),
-        ("own.csv", "text,label\na cat,x\n", "out_of_range", "1 different"),
+        ("own.csv", "text,label\na cat,x\n", "out_of_range", "labels is 1"),
         ("own.csv", "text,label,label\na,x,y\n", "conflict", "'label'"),
         ("own.csv", 'text,label\na,x\n"b,x\nc,x\nd,x\n', "damaged", "line 3"),
         ("own.csv", "text,label\ra cat,x\na dog,y\n", "damaged", "LF"),
