@@ -7,12 +7,13 @@ import faulthandler
 import io
 import json
 import os
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -114,6 +115,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
 
     A failure is one line on stderr; an unexpected exception is shown with its traceback.
     """
+    code = 0
     try:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
             # no file could hold it
@@ -121,11 +123,15 @@ def exit_code(command: Callable[[], int | None]) -> int:
         code = command() or 0
         sys.stdout.flush()  # here, not at the interpreter's end: nobody may read it any more
         return code
-    except (BrokenPipeError, SystemExit) as end:  # click turns the first into the second
-        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+    except (BrokenPipeError, SystemExit) as end:  # click turns the first into the second, with code 1
+        broken = end.__context__ if isinstance(end, SystemExit) and end.code == 1 else end
+        if not isinstance(broken, BrokenPipeError):
             raise
+        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the work may have been cut short
+            print_error(f"error: {broken.strerror}")
+            return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except ConfigError as error:
         issues = json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n"
         if "--json" in sys.argv:
@@ -153,6 +159,13 @@ def exit_code(command: Callable[[], int | None]) -> int:
             return int(error.exit_code)
         print_error(traceback.format_exc().rstrip())
         return 1
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe or a socket whose other end is closed."""
+    poller = select.poll()
+    poller.register(stream, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
 def _usage_error(error: Any) -> str:

@@ -135,6 +135,23 @@ def test_a_reader_that_goes_away_ends_a_verb_quietly(verb: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_neither_a_failure_nor_another_pipe_is_taken_for_a_reader_that_has_gone() -> None:
+    for verb, error in (
+        ("sys.stdout.write('x') and 1", ""),
+        ("os.write(other, b'x')", "error: Broken pipe\n"),
+    ):
+        script = (
+            "import os, sys; from launcher.cli.app import exit_code\n"
+            "reader, other = os.pipe(); os.close(reader)\n"
+            + ("" if error else "os.dup2(other, 1)\n")
+            + f"sys.exit(exit_code(lambda: {verb}))"
+        )
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+        words = [sys.executable, "-c", script]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env=buffered)
+        assert (done.returncode, done.stderr) == (1, error), verb
+
+
 def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
     script = (
         "import sys\n"
