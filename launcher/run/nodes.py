@@ -75,7 +75,8 @@ def find_place(
     if rank is None:
         raise refusal("--node-rank", "missing", needed, "give each node its own, from 0")
     if not 0 <= rank < nodes:
-        raise refusal("--node-rank", "out_of_range", f"{rank}, of {nodes} nodes", f"use 0 to {nodes - 1}")
+        message, hint = f"{rank}, of {nodes} nodes", f"use 0 to {nodes - 1}"
+        raise refusal("--node-rank", "out_of_range", message, hint, rank)
     if not meet:
         raise refusal("--rendezvous", "missing", needed, "give HOST:PORT of node 0")
     address, port = _resolve(meet)
@@ -93,7 +94,7 @@ def engine_variables(environ: Mapping[str, str]) -> Variables:
     if (nodes := get("SLURM_STEP_NUM_NODES", "1")) != "1":
         if (tasks := get("SLURM_STEP_NUM_TASKS", nodes)) != nodes:
             message = f"{tasks} tasks on {nodes} nodes, which need a launcher each"
-            raise refusal("srun", "conflict", message, "use srun --ntasks-per-node=1")
+            raise refusal("srun", "conflict", message, "use srun --ntasks-per-node=1", tasks)
         port = SLURM_PORTS[int(get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
         host = first_host(get("SLURM_STEP_NODELIST", ""))
         found["Slurm"] = Variables(nodes, get("SLURM_NODEID"), host, port)

@@ -141,13 +141,13 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
     one_host = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
     together = "a run over several nodes restarts with all of its ranks"
     unsupported = (
-        ("--launcher", launcher != "torchrun", one_host, "use torchrun"),
+        ("--launcher", launcher if launcher != "torchrun" else "", one_host, "use torchrun"),
         ("--elastic", options.elastic, together, "leave it out"),
         ("--allow-code", job.allow_code, "own code runs on one node", "leave --nnodes out"),
     )
-    for option, is_given, message, hint in unsupported:
-        if is_given:
-            issues.append(Issue(option, "unsupported", message, None, "--nnodes", hint))
+    for option, given, message, hint in unsupported:
+        if given:
+            issues.append(Issue(option, "unsupported", message, given, "--nnodes", hint))
     return issues
 
 

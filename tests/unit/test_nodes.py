@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import Issue
+from bert_dp.config.schema import MAX_SECONDS
 from bert_dp.files.models import Failure, RunMemory
 from launcher import results
 from launcher.run import nodes, peers
@@ -243,6 +244,12 @@ def test_who_sends_waits_no_longer_than_for_a_lost_node(
         link.start(lambda message: None)
         link.send("evidence", ranks="x" * 2**26)
     assert "node 1 is lost: not heard of for" in str(link.lost("node 1"))
+
+
+def test_a_silence_of_any_length_may_be_allowed(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", place.port)):
+        link = peers.Link(socket.create_connection(("127.0.0.1", place.port)), MAX_SECONDS)
+    assert link.lost("node 1") is None
 
 
 def test_what_is_not_node_0_is_refused(place: Place, tmp_path: Path) -> None:
