@@ -98,8 +98,13 @@ def run(
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
         said = "".join(each.said for each in by_node.values())
-        # a process that failed though none of its ranks has said why
-        failed_ns = {each.failed_ns: k for k, each in by_node.items() if each.failed_ns and not each.errors}
+        # a process that failed before any rank did, and none of whose ranks has said why
+        first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
+        failed_ns = {
+            each.failed_ns: k
+            for k, each in by_node.items()
+            if each.failed_ns and each.failed_ns < first_ns and not each.errors
+        }
         failed_first = failed_ns[min(failed_ns)] if failed_ns else 0
         first = by_node[failed_first]
         hung = watch.hang if watch is not None else None

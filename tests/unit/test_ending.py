@@ -24,8 +24,10 @@ from bert_dp import files
 from bert_dp.config import dump_config
 from bert_dp.files import reaper
 from launcher.run import processes
+from launcher.run.peers import Order
 from launcher.run.starters import LAUNCHERS, RankStart, start_command, start_environment
 from launcher.watch.display import Display
+from launcher.watch.failure import RankExit, RanksEnded
 from tests.helpers import make_config, read_json, write_files, write_lines
 
 STUBBORN = """
@@ -228,6 +230,34 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     assert (asked[0].launcher, asked[0].nproc) == ("torchrun", 3)
     assert not asked[1].exists()
     assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
+
+
+@pytest.mark.parametrize(("exit_ns", "first"), [(99, 0), (101, 1)])
+def test_a_torchrun_elsewhere_is_to_blame_where_none_of_its_ranks_ended_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_ns: int, first: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
+    (tmp_path / "config.yaml").touch()
+    blamed: list[Any] = []
+
+    def collect(ours: RanksEnded) -> dict[int, RanksEnded]:
+        theirs = {"failed_ns": 100, "exits": [RankExit(1, 3, exit_ns)]}
+        return {k: ours.model_copy(update=changes) for k, changes in enumerate(({"failed_ns": None}, theirs))}
+
+    def blame(cause: Any, unknown: Any, failed_first: int) -> tuple[Any, int]:
+        blamed.extend((cause.rank, failed_first))
+        return cause, 1
+
+    nodes: Any = SimpleNamespace(
+        begin=lambda start, _: start,
+        exchange=lambda *_, **__: Order(failed=False, over=False),
+        collect=collect,
+        blame=blame,
+        counts=[1, 1],
+    )
+    ended = processes.run(tmp_path, RankStart(2, []), nodes=nodes)
+    assert (ended.exit_code, blamed) == (1, [1, first])
 
 
 def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
