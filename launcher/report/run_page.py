@@ -172,7 +172,8 @@ def _next(run: RunFiles) -> str:
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
-    ranks = "" if run.summary.world_size is None else f" --nproc {run.summary.world_size}"
+    several = "nodes" in run.environment  # where --nproc would be the ranks of one node
+    ranks = "" if several or run.summary.world_size is None else f" --nproc {run.summary.world_size}"
     return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
 

@@ -265,6 +265,9 @@ def test_passes_over_the_data_beyond_four_and_what_uses_own_code(tmp_path: Path)
     report = of_directories([run])
     assert not any("5 times" in note for note in report.verdicts[0].notes)
     assert report.next == f"bert-dp train --run-dir {run} --nproc 2 --allow-code"
+    machine = json.loads((run / "environment.json").read_text())
+    files.write_json(run / "environment.json", {**machine, "nodes": {"node 0 (a)": 1, "node 1 (b)": 1}})
+    assert of_directories([run]).next == f"bert-dp train --run-dir {run} --allow-code"
 
 
 def test_a_command_works_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
