@@ -105,7 +105,7 @@ def diagnose(env: Environment) -> list[Finding]:
         *driver,
         _finding(
             gpus == env.gpus_present and not env.names_absent_gpus,
-            f"GPUs: {visible if env.gpus_present else 'none, ranks use the CPU'}",
+            f"GPUs: {visible}",
             f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} {absent}",
             "unset it to use all",
         ),
