@@ -74,7 +74,8 @@ def source_of(
         issues.append(Issue("--task", "missing", "no examples are named", hint=hint))
     else:
         if "train" not in own:
-            issues.append(Issue("--train", "missing", "own files begin with it", hint="name a file"))
+            text = "own files need examples to train on"
+            issues.append(Issue("--train", "missing", text, hint="add --train FILE"))
         if "dev" not in own and dev_fraction is None:
             fix = "add --dev FILE, or --dev-fraction 0.1 to take it from --train"
             issues.append(Issue("--dev", "missing", "own files need examples to measure on", hint=fix))

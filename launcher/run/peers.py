@@ -65,7 +65,7 @@ class Link:
     def __init__(self, connection: socket.socket, limit_s: float):
         """`limit_s`: silence after which the other side counts as lost; at least SUSPENDED_S."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # nor may one who sends wait longer, where the link is cut and the buffer full
+        # a sender waits no longer either, where the link is cut and the buffer full
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)  # the most that the system takes
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
