@@ -339,7 +339,7 @@ SLIPS = (
         "a-failed-run-waits-the-grace",
         "launcher/run/processes.py",
         "deadline, last_s = failed_s + KILL_AFTER_FAILURE_S,",
-        "deadline, last_s = failed_s + grace_s,",
+        "deadline, last_s = failed_s + start.grace_s,",
         "tests/unit/test_ending.py",
     ),
     Slip(
