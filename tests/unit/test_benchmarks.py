@@ -129,6 +129,8 @@ def test_predictor_on_some_rows(tmp_path):
     errors = [abs(row["error_points"]) for row in result["rows"]]
     assert len(errors) == result["headline"]["rows"] == 7
     assert result["headline"]["median"] == pytest.approx(statistics.median(errors), abs=0.01)
+    ideal = [100 * abs(1 - row["measured"]) for row in result["rows"]]
+    assert result["efficiency_1"]["median"] == pytest.approx(statistics.median(ideal), abs=0.01)
     assert len(result["not_predictable"]) == 4
     assert len(result["sensitivity"]) == 20
     assert "dlperf-pt-FP32-b32-16" in said
