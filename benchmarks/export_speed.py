@@ -70,7 +70,6 @@ FILES = {  # row -> what is exported for it
 SHARE_AT = (8, 128)
 WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
 MOST_CALLS = 50  # of a row at a point in one round
-PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "numpy")
 QUICK = {
     "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
     "data": {"sequence_length": 16},
@@ -558,7 +557,7 @@ def main() -> None:
     o = parse()
     start = time.monotonic()
     missing = {row: reason for row in o.names if (reason := absent(row))}
-    environment = records.environment_of(o, PACKAGES, hidden=("names",))
+    environment = records.environment_of(o, hidden=("names",))
     result: dict[str, Any] = {"environment": environment, "absent": missing, "models": {}}
     for name in o.models:
         subject = subject_of(name, o)

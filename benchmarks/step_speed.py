@@ -67,7 +67,6 @@ MODES = {
     "matmul": ("eager",),
 }
 PRECISIONS = ("fp32", "bf16")
-PACKAGES = ("torch", "transformers", "numpy")
 DEFAULT = (
     "ours:eager,ours:regions,ours:whole,bert:eager,bert:whole,modernbert:eager,modernbert:whole,matmul:eager"
 )
@@ -560,7 +559,7 @@ def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     o = parse()
-    environment = records.environment_of(o, PACKAGES, hidden=("cramming", "names"))
+    environment = records.environment_of(o, hidden=("cramming", "names"))
     variants = measure_all(o)
     summarise(o, variants)
     show(o, variants)
