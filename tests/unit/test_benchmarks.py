@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -134,6 +135,19 @@ def test_predictor_on_some_rows(tmp_path):
     assert len(result["not_predictable"]) == 4
     assert len(result["sensitivity"]) == 20
     assert "dlperf-pt-FP32-b32-16" in said
+
+
+def test_a_process_answers_until_an_error_which_names_it():
+    with turns.Child("divides", copy.copy, ({"ready": 1}, divmod)) as child:
+        assert child.facts == {"ready": 1}
+        assert child.ask(7, 2) == (3, 1)
+        with pytest.raises(RuntimeError, match="divides: ZeroDivisionError: "):
+            child.ask(1, 0)
+    with (
+        pytest.raises(RuntimeError, match="gone: FileNotFoundError: "),
+        turns.Child("gone", open, "/no/file"),
+    ):
+        pass
 
 
 def test_the_commit_is_known_without_git(tmp_path, monkeypatch):
