@@ -3,7 +3,7 @@
     python benchmarks/export_speed.py [--models crammed-rope,small-text] [--rows 'ours:*,...'] [--json FILE]
 
 What is measured is the encoder (`export --encoder`: last hidden states, no head), as whoever encodes or
-classifies runs it. Its weights are initial ones, which cost what trained ones cost. Every sequence is of the
+classifies runs it. Its weights are random ones, which cost what trained ones cost. Every sequence is of the
 full length, and every program gets the padding mask, all ones.
 
     ours          bert_dp's model: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
@@ -19,7 +19,7 @@ for points of more than 4,096 tokens.
 
     load_s        from a bare Python to a model that is ready, its libraries' import in it
     first_s       the first answer, 3 sequences of ragged lengths: what is compiled is compiled there
-    latency       of one call, arrays in to arrays out: median and 95th percentile of the calls of all rounds
+    latency       of one call, arrays in to arrays out: median of the calls of all rounds
     x             latency of transformers:eager:fp32 (of onnxruntime:plain:fp32) / latency of the row, medians
                   of a round's calls, paired within the round
     share         (model FLOP/s, 2 N_linear + 4 L S H a token) / (matmul rate of that precision), paired
@@ -30,7 +30,7 @@ for points of more than 4,096 tokens.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import fnmatch
 import importlib.util
 import os
@@ -39,8 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import records, step_speed, turns
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
 from bert_dp.config import Config, ModelConfig, bf16_units, find_config, read_yaml, resolve, shipped_configs
-from bert_dp.files import TOKENIZER
 
 MODELS = ("crammed-rope", "small-text")
 PLAIN, FUSED, INT8 = "onnxruntime:plain:fp32", "onnxruntime:fused:fp32", "onnxruntime:plain:int8"
@@ -70,7 +68,6 @@ FILES = {  # row -> what is exported for it
 SHARE_AT = (8, 128)
 WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
 MOST_CALLS = 50  # of a row at a point in one round
-PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "numpy")
 QUICK = {
     "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
     "data": {"sequence_length": 16},
@@ -91,7 +88,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=0.5, help="of each row and point in a round; one call at least")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="and cores (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, tokens and the order of the rows")
+    add("--seed", type=int, default=0, help="of tokens and the order of the rows")
     add("--quick", action="store_true", help="a tiny model, two rounds, what needs no compiler")
     o = parser.parse_args()
     if o.quick:
@@ -110,10 +107,10 @@ def parse() -> argparse.Namespace:
         setattr(o, name, sizes)
     shipped = sorted(path.stem for path in shipped_configs().glob("*.yaml"))
     o.models = records.check_names(parser, "--models", o.models, shipped)
-    for subject in (subject_of(name, o) for name in o.models):
-        longest = subject.config.data.sequence_length
+    for name in o.models:
+        longest = config_of(name, o).data.sequence_length
         if max(o.lengths) > longest:
-            parser.error(f"--lengths {max(o.lengths)}: {subject.name} takes at most {longest}")
+            parser.error(f"--lengths {max(o.lengths)}: {name} takes at most {longest}")
     o.names = [row for row in ROWS if any(fnmatch.fnmatchcase(row, pattern) for pattern in o.rows.split(","))]
     if OURS not in o.names:
         parser.error(f"--rows {o.rows}: must hold {OURS}, which the others' answers are compared with")
@@ -122,17 +119,9 @@ def parse() -> argparse.Namespace:
     return o
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model that is measured."""
-
-    name: str
-    config: Config
-
-
-def subject_of(name: str, o: argparse.Namespace) -> Subject:
-    layers = [read_yaml(find_config(name)), {"run": {"init_from": None, "seed": o.seed}}]
-    return Subject(name, resolve([*layers, *([QUICK] if o.quick else [])]))
+def config_of(name: str, o: argparse.Namespace) -> Config:
+    layers = [read_yaml(find_config(name)), {"run": {"init_from": None}}]
+    return resolve([*layers, *([QUICK] if o.quick else [])])
 
 
 def absent(row: str) -> str | None:
@@ -148,76 +137,43 @@ def absent(row: str) -> str | None:
     return None
 
 
-# ---- what is measured: a run of initial weights, and its exports; in a process of its own ----
+# ---- what is measured: a run of random weights, and its exports; in a process of its own ----
 
 
-def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
-    """A run directory with a checkpoint of initial weights and a tokenizer trained on `texts`."""
-    from bert_dp.data import tokenizer
-    from bert_dp.model.bert import build_model
-    from bert_dp.training import checkpoint
+def export_all(config: Config, scratch: Path, forms: Sequence[str]) -> turns.Prepared:
+    """Write SCRATCH/run and SCRATCH/FORM of each form; nothing is asked afterwards."""
+    from bert_dp.exporting.source import open_run
+    from tests.runs_to_export import write_run
 
-    (path / "checkpoints").mkdir(parents=True)
-    words = tokenizer.train(
-        texts, model="wordpiece", vocab_size=config.model.vocab_size, with_normalizer=True
-    )
-    words.save(str(path / TOKENIZER))
-    model = build_model(config.model, config.data.sequence_length, config.run.seed).state_dict()
-    facts = {
-        "samples": 0,
-        "elapsed_s": 0.0,
-        "config": config.model_dump(mode="json"),
-        "data_hash": "0" * 64,
-        "compiled": False,
-        "device": "cpu",
-        "precision": "fp32",
-        "scaler": {},
-    }
-    checkpoint.save_checkpoint(
-        path / "checkpoints", 0, {"model": model, "optimizer": {}, "scaler": {}}, facts, keep=1
-    )
-    return path
+    source = open_run(write_run(scratch / "run", config), encoder=True)
+    facts = {}
+    for form in forms:
+        start = time.perf_counter()
+        folder = scratch / form
+        folder.mkdir()
+        export(form, source, folder, config)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        facts[form] = {"seconds": time.perf_counter() - start, "mib": size / 2**20}
+    return facts, dict
 
 
-def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connection) -> None:
-    """Writes SCRATCH/run and SCRATCH/FORM of each form; tells seconds and sizes."""
-    with turns.telling_errors(pipe):
-        from bert_dp.exporting.source import open_run
-
-        run = make_run(scratch / "run", subject.config, ["a run of initial weights"])
-        source = open_run(run, encoder=True)
-        facts = {}
-        for form in forms:
-            start = time.perf_counter()
-            folder = scratch / form
-            folder.mkdir()
-            fused = export(form, source, folder, subject.config)
-            size = sum(path.stat().st_size for path in folder.iterdir())
-            facts[form] = {"seconds": time.perf_counter() - start, "mib": size / 2**20, **fused}
-        pipe.send(facts)
-
-
-def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
-    """Writes one form; what is worth telling of it."""
+def export(form: str, source: Any, folder: Path, config: Config) -> None:
+    """Write one form."""
     from bert_dp.exporting.source import write_about, write_aoti, write_hf, write_onnx
 
-    plain = folder.parent / "onnx/model.onnx"
     if form == "hf":
         write_hf(source, folder)
     elif form.startswith("aoti"):
         write_about(folder, source, "aoti", "benchmarks/export_speed.py")
         write_aoti(source, folder, bf16=form == "aoti-bf16")
-    elif form == "onnx-int8":
-        write_onnx(source, folder, int8=True)
-    elif form == "onnx-fused" and plain.exists():
-        shutil.copyfile(plain, folder / "model.onnx")
     else:
-        write_onnx(source, folder, int8=False)
-    return {"fused": fuse(folder / "model.onnx", config.model)} if form == "onnx-fused" else {}
+        write_onnx(source, folder, int8=form == "onnx-int8")
+    if form == "onnx-fused":
+        fuse(folder / "model.onnx", config.model)
 
 
-def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
-    """Rewrites an ONNX file by the transformer optimizer of ONNX Runtime; the operators that it makes."""
+def fuse(path: Path, model: ModelConfig) -> None:
+    """Rewrite an ONNX file by the transformer optimizer of ONNX Runtime."""
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
@@ -225,9 +181,7 @@ def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
     # it fails on a LayerNorm without a bias; where the runtime loads the file it fuses what it can anyway
     options.enable_skip_layer_norm = model.norm == "rmsnorm" or model.norm_bias
     sizes = {"num_heads": model.num_heads, "hidden_size": model.hidden_size}
-    optimized = optimize_model(str(path), optimization_options=options, **sizes)
-    optimized.save_model_to_file(str(path))
-    return {name: count for name, count in optimized.get_fused_operator_statistics().items() if count}
+    optimize_model(str(path), optimization_options=options, **sizes).save_model_to_file(str(path))
 
 
 # ---- the rows; each in a child process, which alone imports its libraries ----
@@ -277,39 +231,31 @@ def open_onnxruntime(path: Path, threads: int) -> Callable[..., Any]:
     return lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
 
 
-def whole_batch(o: argparse.Namespace, subject: Subject, point: Point) -> tuple[Any, Any]:
+def whole_batch(o: argparse.Namespace, config: Config, point: Point) -> tuple[Any, Any]:
     """Random tokens and a mask of ones, each [B, S] int64."""
     import numpy as np
 
-    ids_BS = np.random.default_rng(o.seed).integers(7, subject.config.model.vocab_size, point)
+    ids_BS = np.random.default_rng(o.seed).integers(7, config.model.vocab_size, point)
     return ids_BS, np.ones_like(ids_BS)
 
 
-def ragged_batch(o: argparse.Namespace, subject: Subject) -> tuple[Any, Any]:
+def ragged_batch(o: argparse.Namespace, config: Config) -> tuple[Any, Any]:
     """Three sequences of which one is whole: what the answers are compared on."""
     import numpy as np
 
-    ids_BS, mask_BS = whole_batch(o, subject, (3, max(o.lengths)))
+    ids_BS, mask_BS = whole_batch(o, config, (3, max(o.lengths)))
     for row, lost in ((1, 3), (2, ids_BS.shape[1] // 2)):
         mask_BS[row, -lost:] = 0
         ids_BS[row, -lost:] = 0
     return ids_BS, np.ascontiguousarray(mask_BS)
 
 
-def probe_of(o: argparse.Namespace, subject: Subject, precision: str) -> Callable[[], dict[str, float]]:
-    """step_speed.py's products, of the encoder."""
-    import torch
-
-    torch.set_num_threads(o.threads)
-    sizes = probe_sizes(o, subject)
-    return step_speed.make_matmul(
-        argparse.Namespace(**vars(sizes), precision=precision), encoder_shapes(sizes)
-    )
-
-
-def probe_sizes(o: argparse.Namespace, subject: Subject) -> argparse.Namespace:
-    model, (batch, length) = subject.config.model, o.share_at
-    return argparse.Namespace(
+def probe_sizes(
+    o: argparse.Namespace, config: Config, precision: str
+) -> tuple[argparse.Namespace, list[tuple[int, int, int, int]]]:
+    """Options and shapes of the encoder's products, without the decoder, for step_speed.make_matmul."""
+    model, (batch, length) = config.model, o.share_at
+    sizes = argparse.Namespace(
         micro=batch,
         sequence=length,
         hidden=model.hidden_size,
@@ -318,39 +264,34 @@ def probe_sizes(o: argparse.Namespace, subject: Subject) -> argparse.Namespace:
         layers=model.num_layers,
         vocab=model.vocab_size,
         device="cpu",
+        precision=precision,
     )
+    return sizes, step_speed.linear_shapes(sizes)[:-1]
 
 
-def encoder_shapes(sizes: argparse.Namespace) -> list[tuple[int, int, int, int]]:
-    """step_speed.linear_shapes without the decoder, which is its last."""
-    return step_speed.linear_shapes(sizes)[:-1]
+def prepare(row: str, o: argparse.Namespace, config: Config, scratch: Path) -> turns.Prepared:
+    """Load a row and compute its first answer; it answers `(BATCH, LENGTH) SECONDS`."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+    if is_probe(row):
+        import torch
 
+        torch.set_num_threads(o.threads)
+        probe = step_speed.make_matmul(*probe_sizes(o, config, row.split(":")[2]))
+        probe()
+        return {}, lambda *_: probe()
+    start = time.perf_counter()
+    compute = open_row(row, scratch, o.threads)
+    facts: dict[str, Any] = {"load_s": time.perf_counter() - start, "loaded_mib": memory_mib("VmRSS")}
+    batch = ragged_batch(o, config)
+    start = time.perf_counter()
+    facts["answer"] = compute(*batch)
+    facts["first_s"] = time.perf_counter() - start
 
-def child(row: str, o: argparse.Namespace, subject: Subject, scratch: Path, pipe: Connection) -> None:
-    """Answers `(BATCH, LENGTH) SECONDS`."""
-    with turns.telling_errors(pipe):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
-        facts: dict[str, Any] = {}
-        if is_probe(row):
-            probe = probe_of(o, subject, row.split(":")[2])
-            probe()
-        else:
-            start = time.perf_counter()
-            compute = open_row(row, scratch, o.threads)
-            facts["load_s"] = time.perf_counter() - start
-            facts["loaded_mib"] = memory_mib("VmRSS")
-            batch = ragged_batch(o, subject)
-            start = time.perf_counter()
-            facts["answer"] = compute(*batch)
-            facts["first_s"] = time.perf_counter() - start
+    def answer(point: Point, seconds: float) -> dict[str, Any]:
+        latencies = time_calls(compute, whole_batch(o, config, point), seconds)
+        return {"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")}
 
-        def answer(point: Point, seconds: float) -> dict[str, Any]:
-            if is_probe(row):
-                return probe()
-            latencies = time_calls(compute, whole_batch(o, subject, point), seconds)
-            return {"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")}
-
-        turns.serve(facts, answer, pipe)
+    return facts, answer
 
 
 def memory_mib(field: str) -> float:
@@ -373,33 +314,33 @@ def time_calls(compute: Callable[..., Any], batch: tuple[Any, Any], seconds: flo
 # ---- the parent: starts, takes turns, computes ----
 
 
-def measure(o: argparse.Namespace, subject: Subject, names: Sequence[str]) -> dict[str, Any]:
+def measure(o: argparse.Namespace, model: str, names: Sequence[str]) -> dict[str, Any]:
     """The exports of a model, and of each row its facts and rounds."""
-    environ = {**turns.KEEP, "OMP_NUM_THREADS": str(o.threads), "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory(prefix="export-speed-") as folder, turns.variables(environ):
+    with tempfile.TemporaryDirectory(prefix="export-speed-") as folder:
         scratch = Path(folder)
         forms = list(dict.fromkeys(FILES[row] for row in names if row in FILES))
-        with turns.children() as start:
-            exports = start("export", prepare, subject, scratch, forms).receive()
+        with turns.Child("export", export_all, config_of(model, o), scratch, forms) as child:
+            exports = child.facts
         seconds = ", ".join(f"{form} ({made['seconds']:.0f} s)" for form, made in exports.items())
-        tell(f"{subject.name}: exported {seconds}")
-        return {"exports": exports, "rows": take_turns(o, subject, names, scratch)}
+        tell(f"{model}: exported {seconds}")
+        return {"exports": exports, "rows": take_turns(o, model, names, scratch)}
 
 
 def take_turns(
-    o: argparse.Namespace, subject: Subject, names: Sequence[str], scratch: Path
+    o: argparse.Namespace, model: str, names: Sequence[str], scratch: Path
 ) -> dict[str, dict[str, Any]]:
     """Per row its facts and a list of its rounds: point -> seconds of each call."""
     rows: dict[str, dict[str, Any]] = {}
     processes = {}
-    with turns.children() as start:
+    with contextlib.ExitStack() as stack:
         for row in names:  # one at a time: loading and compiling are not to disturb each other
-            processes[row] = start(row, child, row, o, subject, scratch)
-            rows[row] = {**processes[row].receive(), "rounds": [{} for _ in range(o.rounds)]}
+            child = turns.Child(row, prepare, row, o, config_of(model, o), scratch)
+            processes[row] = stack.enter_context(child)
+            rows[row] = {**child.facts, "rounds": [{} for _ in range(o.rounds)]}
             for point in o.points:
                 if not is_probe(row) and point[0] * point[1] <= WARM_TOKENS:
                     processes[row].ask(point, 0.0)
-            tell(f"{subject.name}: {row} is ready")
+            tell(f"{model}: {row} is ready")
         for number, order in enumerate(turns.orders(names, o.rounds, o.seed)):
             for point in o.points:
                 for row in order:
@@ -409,7 +350,7 @@ def take_turns(
                     rows[row]["rounds"][number][name_of(point)] = answer.get("latencies_s", answer)
                     if not is_probe(row):
                         rows[row]["peak_mib"] = answer["peak_mib"]
-            tell(f"{subject.name}: round {number + 1} of {o.rounds}")
+            tell(f"{model}: round {number + 1} of {o.rounds}")
     return rows
 
 
@@ -421,13 +362,13 @@ def name_of(point: Point) -> str:
     return f"{point[0]}x{point[1]}"
 
 
-def summarise(o: argparse.Namespace, subject: Subject, rows: dict[str, dict[str, Any]]) -> None:
+def summarise(o: argparse.Namespace, config: Config, rows: dict[str, dict[str, Any]]) -> None:
     """Adds to each row its points, its difference and its share; drops the answers."""
     import numpy as np
 
-    reference, (_, mask_BS) = rows[OURS]["answer"], ragged_batch(o, subject)
+    reference, (_, mask_BS) = rows[OURS]["answer"], ragged_batch(o, config)
     scale = max(1.0, float(np.abs(reference[mask_BS != 0]).max()))
-    rates = {row.split(":")[2]: matmul_rates(o, subject, rows[row]) for row in rows if is_probe(row)}
+    rates = {row.split(":")[2]: matmul_rates(o, config, rows[row]) for row in rows if is_probe(row)}
     for row, record in rows.items():
         if is_probe(row):
             rate = rates[row.split(":")[2]]
@@ -437,7 +378,7 @@ def summarise(o: argparse.Namespace, subject: Subject, rows: dict[str, dict[str,
         record["difference"] = float(apart.max()) / scale
         record["points"] = {name_of(point): point_facts(row, point, rows) for point in o.points}
         if own := rates.get(row.split(":")[2]):
-            record["share"] = share(o, subject, record, own)
+            record["share"] = share(o, config, record, own)
     for record in rows.values():
         record.pop("answer", None)
 
@@ -449,16 +390,9 @@ def point_facts(row: str, point: Point, rows: dict[str, dict[str, Any]]) -> dict
     return {
         "calls": len(calls),
         "p50_s": statistics.median(calls),
-        "p95_s": percentile(calls, 0.95),
         "sequences_per_s": point[0] * len(calls) / sum(calls),
         "times": {other: ratio(rows, other, row, point) for other in (PEER, PLAIN) if other in rows},
     }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of them does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def latencies(row: dict[str, Any], point: Point) -> list[float]:
@@ -471,21 +405,22 @@ def ratio(rows: dict[str, dict[str, Any]], slow: str, fast: str, point: Point) -
     return spread(ratios(latencies(rows[slow], point), latencies(rows[fast], point)))
 
 
-def matmul_rates(o: argparse.Namespace, subject: Subject, row: dict[str, Any]) -> list[float]:
+def matmul_rates(o: argparse.Namespace, config: Config, row: dict[str, Any]) -> list[float]:
     """FLOP/s of the forward products in each round, by the faster of torch.mm and oneDNN."""
-    flops = sum(2 * rows * k * n * count for rows, k, n, count in encoder_shapes(probe_sizes(o, subject)))
+    _, shapes = probe_sizes(o, config, "fp32")
+    flops = sum(2 * rows * k * n * count for rows, k, n, count in shapes)
     rounds = [each[name_of(o.share_at)] for each in row["rounds"]]
     return [flops / min(each["forward_s"], each["onednn_forward_s"]) for each in rounds]
 
 
 def share(
-    o: argparse.Namespace, subject: Subject, row: dict[str, Any], rates: Sequence[float]
+    o: argparse.Namespace, config: Config, row: dict[str, Any], rates: Sequence[float]
 ) -> dict[str, float]:
     """Of the matmul rate, at o.share_at."""
     from bert_dp import cost
 
     batch, length = o.share_at
-    flops = batch * length * cost.flops_per_token(subject.config.model, length, 0.0) / 3  # forward alone
+    flops = batch * length * cost.flops_per_token(config.model, length, 0.0) / 3  # forward alone
     return spread(ratios([flops / seconds for seconds in latencies(row, o.share_at)], rates))
 
 
@@ -529,7 +464,7 @@ def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterato
     yield f"\n{name}"
     yield from aligned([["row", "load s", "first s", "loaded MiB", "peak MiB", "difference"], *facts])
     for point in o.points:
-        table = [["row", "p50 ms", "p95 ms", "sequences/s", "x transformers", "x onnxruntime", "share"]]
+        table = [["row", "p50 ms", "sequences/s", "x transformers", "x onnxruntime", "share"]]
         for row, r in rows.items():
             figures = r["points"][name_of(point)]
             times = [
@@ -537,8 +472,8 @@ def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterato
                 for other in (PEER, PLAIN)
             ]
             own = with_range(r["share"], 2) if point == o.share_at and "share" in r else "-"
-            p50, p95 = (f"{1e3 * figures[key]:.2f}" for key in ("p50_s", "p95_s"))
-            table.append([row, p50, p95, f"{figures['sequences_per_s']:.1f}", *times, own])
+            sizes = [f"{1e3 * figures['p50_s']:.2f}", f"{figures['sequences_per_s']:.1f}"]
+            table.append([row, *sizes, *times, own])
         yield f"\n{name}, batch x length {name_of(point)}"
         yield from aligned(table)
     for row, r in model["rows"].items():
@@ -549,21 +484,18 @@ def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterato
             value = with_range(finding.get("times") or finding["share"], 2)
             over = f" over {finding['over']}" if "over" in finding else ""
             yield f"{figure}: {value} ({finding['of']}{over})"
-    for form, made in model["exports"].items():
-        if "fused" in made:
-            yield f"{form}, operators of the transformer optimizer: {made['fused'] or 'none'}"
 
 
 def main() -> None:
     o = parse()
     start = time.monotonic()
     missing = {row: reason for row in o.names if (reason := absent(row))}
-    environment = records.environment_of(o, PACKAGES, hidden=("names",))
+    os.environ.update({**turns.KEEP, "OMP_NUM_THREADS": str(o.threads), "HF_HUB_OFFLINE": "1"})
+    environment = records.environment_of(o, hidden=("names",))
     result: dict[str, Any] = {"environment": environment, "absent": missing, "models": {}}
     for name in o.models:
-        subject = subject_of(name, o)
-        model = measure(o, subject, [row for row in o.names if row not in missing])
-        summarise(o, subject, model["rows"])
+        model = measure(o, name, [row for row in o.names if row not in missing])
+        summarise(o, config_of(name, o), model["rows"])
         model["findings"] = findings(o, model["rows"])
         result["models"][name] = model
         records.write(o.json, result)

@@ -267,12 +267,8 @@ def held_out_measure(config: Config, shards: Shards) -> Callable[[Any], float]:
 
 def loss_at(evals: list[list[float]], tokens: int) -> float:
     """Held-out loss after so many tokens, between two evaluations on a line over log tokens."""
-    after = next((i for i, (seen, _) in enumerate(evals) if seen >= tokens), len(evals) - 1)
-    if after == 0:
-        return evals[0][1]
-    (low, first), (high, last) = evals[after - 1], evals[after]
-    share = min(1.0, math.log(tokens / low) / math.log(high / low))
-    return first + share * (last - first)
+    logs, losses = [math.log(seen) for seen, _ in evals], [loss for _, loss in evals]
+    return float(np.interp(math.log(tokens), logs, losses))
 
 
 def report(variants: dict[str, dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records
+from benchmarks.turns import aligned, tell
 from launcher import results
 from launcher.plan.scaling import source_of
 from launcher.plan.step_model import FIRST_BUCKET, Fabric, LinkSpec, Scenario, predict
@@ -53,10 +54,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Cluster() as cluster:
         record = measure(o.mbit, o.steps, Path(folder), cluster)
     print(f"link {o.mbit} Mbit/s, by doctor {record['link_mb_s']:.1f} MB/s")
-    print(f"{'accumulation':>12} {'reduced in':>10} {'measured s':>10} {'predicted s':>11} {'ratio':>6}")
+    table = [["accumulation", "reduced in", "measured s", "predicted s", "ratio"]]
     for row in record["rows"]:
-        sizes = f"{row['accumulation']:12} {row['reduce_dtype']:>10}"
-        print(f"{sizes} {row['measured_s']:10.3f} {row['predicted_s']:11.3f} {row['ratio']:6.2f}")
+        seconds = [f"{row[key]:.3f}" for key in ("measured_s", "predicted_s")]
+        table.append([str(row["accumulation"]), row["reduce_dtype"], *seconds, f"{row['ratio']:.2f}"])
+    print("\n".join(aligned(table)))
     records.write(o.json, {"environment": records.environment_of(o), **record})
     in_range = 0.8 <= record["link_mb_s"] / (o.mbit / 8) <= 1.0
     sys.exit(not in_range or any(abs(row["ratio"] - 1) > GOAL for row in record["rows"]))
@@ -74,13 +76,9 @@ def measure(mbit: int, steps: int, folder: Path, cluster: Cluster) -> dict[str, 
     ended([cluster.start(0, *scale)], 0, 600)
     scaling = results.read(folder / "scaling" / "scaling.json", Scaling)
     source = source_of(scaling, "scaling.json")
+    shape = f"qdisc add dev data root tbf rate {mbit}mbit burst 256kb latency 100ms".split()
     for name in cluster.names:
-        run(
-            "tc",
-            "-n",
-            name,
-            *f"qdisc add dev data root tbf rate {mbit}mbit burst 256kb latency 100ms".split(),
-        )
+        run("tc", "-n", name, *shape)
     place = ["--nnodes", "2", "--rendezvous", f"{cluster.address(0)}:{PORT}", "--run-dir", str(folder)]
     doctors = [cluster.start(k, *on_core(k, "doctor", *place, "--node-rank", str(k))) for k in (0, 1)]
     said = ended(doctors, 0)[0]
@@ -111,7 +109,7 @@ def measure(mbit: int, steps: int, folder: Path, cluster: Cluster) -> dict[str, 
                     "steps_s": steps_s,
                 }
             )
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            tell(json.dumps(rows[-1]))
     return {"link_mb_s": rate, "profile": results.plain(source.profile), "rows": rows}
 
 

@@ -5,8 +5,8 @@
 The micro batch's time comes from the base row; links, memory and all constants come from
 launcher/plan/hardware.yaml; every other row is predicted. Prints the error of the efficiency in points, by
 tier and source, with and without the rows that communication is known not to explain
-(published_rows.DO_NOT_FIT), and the rows that miss. --sensitivity moves the two constants and leaves
-mechanisms out, --leave-one-out picks both constants on all other sources.
+(published_rows.DO_NOT_FIT), and the rows that miss; beside it the error of "efficiency is 1". --sensitivity
+moves the two constants, --leave-one-out picks both on all other sources.
 """
 
 from __future__ import annotations
@@ -90,17 +90,6 @@ def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def ablation(rows: list[Row]) -> list[dict[str, Any]]:
-    """The headline with one mechanism left out, with all, and with none predicted at all: efficiency 1."""
-    names = published_rows.MECHANISMS
-    headlines = []
-    for without in (*((name,) for name in names), names):
-        outcomes = kept(predict_all(rows, Constants(without=without))[0])
-        headlines.append({"without": ", ".join(without), **errors(outcomes)})
-    ideal = [dataclasses.replace(o, predicted=1.0) for o in kept(predict_all(rows, Constants())[0])]
-    return [*headlines, {"without": "any model: efficiency 1", **errors(ideal)}]
-
-
 def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
     grid = {(s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS}
@@ -140,11 +129,11 @@ def result(rows: list[Row], o: argparse.Namespace) -> dict[str, Any]:
         "environment": {"date": date, "rows": len(rows)},
         "constants": dataclasses.asdict(constants),
         "headline": errors(kept(outcomes)),
+        "efficiency_1": errors([dataclasses.replace(outcome, predicted=1.0) for outcome in kept(outcomes)]),
         "with_dropped": errors(outcomes),
         "tiers": tier_figures(outcomes),
         "sources": {name: errors(mine) for name, mine in sorted(sources.items())},
         "sensitivity": sensitivity(rows) if o.sensitivity else None,
-        "ablation": ablation(rows) if o.sensitivity else None,
         "leave_one_out": leave_one_out(rows) if o.leave_one_out else None,
         "rows": [line(outcome) for outcome in outcomes],
         "not_predictable": [{"id": row["id"], "reason": reason} for row, reason in refused],
@@ -160,9 +149,6 @@ def line(o: TrialOutcome) -> dict[str, Any]:
         "error_points": round(o.points, 2),
         "measured_step_s": round(published_rows.step_s(o.row), 5),
         "step_s": round(o.step_s, 5),
-        "exposed_s": round(o.exposed_s, 5),
-        "optimizer_s": round(o.optimizer_s, 5),
-        "straggler_s": round(o.straggler_s, 5),
         "dropped": o.dropped,
     }
 
@@ -177,6 +163,7 @@ def show(name: str, e: dict[str, Any]) -> None:
 def report(figures: dict[str, Any], verbose: bool) -> None:
     print(f"{'absolute error of the efficiency, points':44} rows  median     p90     max    bias")
     show("rows that were not fitted", figures["headline"])
+    show("the same, predicted as efficiency 1", figures["efficiency_1"])
     show("with those known not to be communication", figures["with_dropped"])
     for tier, e in figures["tiers"].items():
         show(f"tier {tier}: {e['what']}", e)
@@ -188,8 +175,6 @@ def report(figures: dict[str, Any], verbose: bool) -> None:
     for title in ("sensitivity", "leave_one_out"):
         for e in figures[title] or []:
             show(f"{e.get('source', '')} spread {e['device_spread']} gain {e['overlap_gain']}".strip(), e)
-    for e in figures["ablation"] or []:
-        show(f"without {e['without']}"[:44], e)
     lines = sorted(figures["rows"], key=lambda r: -abs(r["error_points"]))
     for r in lines if verbose else [r for r in lines if abs(r["error_points"]) > GOAL_P90]:
         print(

@@ -40,15 +40,6 @@ INTRA = (  # first word that the column holds
     ("PCIe5", "pcie5"),
 )
 INTER = (("EDR", "ib-edr"), ("HDR", "ib-hdr"), ("NDR", "ib-ndr"), ("FDR", "ib-fdr"), ("OPA", "opa100"))
-INTER_RATES = {
-    ("IB", 100): "ib-edr",
-    ("IB", 200): "ib-hdr",
-    ("IB", 400): "ib-ndr",
-    ("RDMA", 100): "ib-edr",
-    ("RDMA", 200): "ib-hdr",
-    ("RoCE", 100): "ib-edr",
-    ("RoCE", 200): "ib-hdr",
-}
 
 # Bytes an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v: 28.
 # Fused LAMB (apex) also writes the update, takes its norm and the weights', and reads both again: 52. Written
@@ -69,9 +60,6 @@ DO_NOT_FIT = (  # reasons: see the reference of the file
 )
 
 
-MECHANISMS = ("buffer copies", "Horovod's cycle", "TensorFlow's sparse gather", "plain optimizers")
-
-
 class NotPredictable(Exception):
     """Why."""
 
@@ -82,8 +70,6 @@ class Constants:
 
     spread: float = dataclasses.field(default_factory=lambda: constant("device_spread"))
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
-    without: tuple[str, ...] = ()
-    """Of MECHANISMS, to show what each contributes."""
 
 
 def read(path: Path = ROWS) -> list[Row]:
@@ -129,10 +115,6 @@ def inter_link(text: str) -> tuple[LinkSpec, int]:
             return find_link(name), count
     if ethernet := re.search(r"\b(10|25|40|100|200)\s*GbE", text):
         return find_link(f"ethernet{ethernet[1]}"), count
-    rate = re.search(r"(\d+)\s*Gb", text)
-    fabric = next((w for w in ("RoCE", "RDMA", "IB") if re.search(rf"\b{w}\b", text)), None)
-    if rate and fabric and (fabric, int(rate[1])) in INTER_RATES:
-        return find_link(INTER_RATES[fabric, int(rate[1])]), count
     raise NotPredictable(f"link between nodes not stated: {text!r}")
 
 
@@ -178,8 +160,7 @@ def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, flo
     if gpu is None:
         raise NotPredictable(f"GPU not in hardware.yaml: {row['gpu']!r}")
     memory = gpu["memory_gb_s"] * GB * constant("memory_reach")
-    plain = row["framework"].startswith("TF") and "plain optimizers" not in constants.without
-    bytes_moved = PLAIN if plain else FUSED
+    bytes_moved = PLAIN if row["framework"].startswith("TF") else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
     layout = step_model.layer_gradients(model, parameters, width, 2 / 3)
     profile = StepProfile(
@@ -193,13 +174,10 @@ def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, flo
         hidden_size=model.hidden_size,
     )
     links = fabric(row)
-    beside = {
-        # into the buffer and out of it, each read and written
-        "buffer copies": 4 * parameters * width / memory,
-        "Horovod's cycle": HOROVOD_CYCLE_S if "Horovod" in row["framework"] else 0.0,
-        "TensorFlow's sparse gather": sparse_embedding_s(row, model, links),
-    }
-    beside_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
+    # gradients are copied into the buffer and out of it, each read and written
+    beside_s = 4 * parameters * width / memory + sparse_embedding_s(row, model, links)
+    if "Horovod" in row["framework"]:
+        beside_s += HOROVOD_CYCLE_S
     bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else step_model.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
@@ -218,15 +196,15 @@ def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, flo
 
 def micro_s_of(step_s: float, scenario: Scenario, profile: StepProfile) -> float:
     """T_micro of a profile from a measured step: the time that makes `predict` give `step_s`. The exposed
-    time depends on it through what overlaps, so it is found by bisection. Raises ValueError when the step is
-    shorter than what does not depend on it."""
+    time depends on it through what overlaps, so it is found by bisection. Raises NotPredictable when the step
+    is shorter than what does not depend on it."""
 
     def at(micro_s: float) -> float:
         return step_model.predict(step_model.with_micro_s(profile, micro_s), scenario).step_time_s
 
     low, high = 0.0, step_s
     if at(low) >= step_s:
-        raise ValueError("the step is shorter than its communication and optimizer alone")
+        raise NotPredictable("the step is shorter than its communication and optimizer alone")
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle) < step_s else (low, middle)
@@ -266,9 +244,6 @@ class TrialOutcome:
     """Efficiency against the base row."""
     predicted: float
     step_s: float
-    exposed_s: float
-    optimizer_s: float
-    straggler_s: float
     dropped: str | None
     """Why it is on the list of rows not to fit."""
 
@@ -279,32 +254,15 @@ class TrialOutcome:
 
 
 def outcome(row: Row, rows: list[Row], constants: Constants) -> TrialOutcome:
-    """Raises NotPredictable."""
-    try:
-        return _outcome(row, rows, constants)
-    except ValueError as error:
-        raise NotPredictable(str(error)) from None
-
-
-def _outcome(row: Row, rows: list[Row], constants: Constants) -> TrialOutcome:
+    """Predict the efficiency of a row from its base. Raises NotPredictable."""
     base = base_of(row, rows)
     if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
         raise NotPredictable("micro batch differs from the base's, so its own speed does")
     base_profile, base_scenario, base_beside_s = scenario(base, constants)
     profile, question, beside_s = scenario(row, constants)
     micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
-    prediction = step_model.predict(step_model.with_micro_s(profile, micro_s), question)
-    whole_s = prediction.step_time_s + beside_s
+    whole_s = step_model.predict(step_model.with_micro_s(profile, micro_s), question).step_time_s + beside_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
     sequences = profile.micro_batch * question.accumulation / whole_s
-    return TrialOutcome(
-        row,
-        measured,
-        sequences / per_gpu,
-        whole_s,
-        prediction.split_s.exposed_comm + beside_s,
-        prediction.split_s.optimizer,
-        prediction.split_s.straggler,
-        reason_not_to_fit(row, measured),
-    )
+    return TrialOutcome(row, measured, sequences / per_gpu, whole_s, reason_not_to_fit(row, measured))

@@ -8,7 +8,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.files import without_folders
-from launcher.machine.environment import PACKAGES, probe
+from launcher.machine.environment import probe
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,57 +79,28 @@ def commit() -> str:
     return file.read_text().strip() if file.exists() else ""
 
 
-def environment(date: str | None = None, packages: Iterable[str] = PACKAGES, **facts: Any) -> dict[str, Any]:
-    """The command without folders, the date (None: today's), the machine, the commit, the versions of those
-    packages that are installed, and `facts`."""
-    versions = {}
-    for package in packages:
+def environment(date: str | None = None, **facts: Any) -> dict[str, Any]:
+    """Return what a run's environment.json says of this machine, the command without folders, the date (None:
+    today's), the load, and `facts`."""
+    machine = probe(ROOT).to_json()
+    for package in ("onnx", "onnxruntime"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    script = Path(sys.argv[0]).name
+            machine["versions"][package] = importlib.metadata.version(package)
     return {
-        "command": " ".join(["python", f"benchmarks/{script}", *map(without_folders, sys.argv[1:])]),
+        **machine,
+        "git_commit": commit() or None,
+        "command": [without_folders(word) for word in machine["command"]],
         "date": date or datetime.date.today().isoformat(),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit(),
         **facts,
     }
 
 
-def probed_machine(date: str | None) -> dict[str, Any]:
-    """All that a run's environment.json says of this machine, with the command without folders."""
-    machine = probe(ROOT).to_json()
-    command = [without_folders(word) for word in machine["command"]]
-    return {
-        **machine,
-        "git_commit": commit() or None,
-        "command": command,
-        "date": date or datetime.date.today().isoformat(),
-    }
-
-
-def environment_of(
-    o: argparse.Namespace, packages: Iterable[str] = PACKAGES, hidden: Iterable[str] = ()
-) -> dict[str, Any]:
-    """`environment` with the GPU, the variables that change a speed, and all options but those `hidden`."""
-    gpu = None
-    if getattr(o, "device", "cpu") == "cuda":
-        import torch
-
-        gpu = torch.cuda.get_device_name()
+def environment_of(o: argparse.Namespace, hidden: Iterable[str] = ()) -> dict[str, Any]:
+    """`environment` with the variables that change a speed, and all options but those `hidden`."""
     left_out = {"json", "date", *hidden}
     return environment(
         o.date,
-        packages,
-        gpu=gpu,
         variables={name: value for name, value in os.environ.items() if name.startswith(TUNED)},
         settings={name: value for name, value in vars(o).items() if name not in left_out},
     )

@@ -15,9 +15,9 @@ models and the loop around them differ; ours runs by bert_dp.training.loop.train
     matmul       no model: the products of ours       see below
 
 `whole` is one torch.compile(model, dynamic=False) with default settings. Every variant lives in a process of
-its own with the same environment (but for --allocator ours); steps run one at a time, one of each variant per
-round, in an order drawn anew each round from a fixed seed. The first step (with its compilation) and --warmup
-more are outside the timing; the time of the first step is shown.
+its own with the same environment, in which glibc keeps freed memory; steps run one at a time, one of each
+variant per round, in an order drawn anew each round from a fixed seed. The first step (with its compilation)
+and --warmup more are outside the timing; the time of the first step is shown.
 
 On a machine shared with other work use --threads 1: then the ratios of CPU time (cpu_s) do not see the load.
 
@@ -43,11 +43,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import resource
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +66,6 @@ MODES = {
     "matmul": ("eager",),
 }
 PRECISIONS = ("fp32", "bf16")
-PACKAGES = ("torch", "transformers", "numpy")
 DEFAULT = (
     "ours:eager,ours:regions,ours:whole,bert:eager,bert:whole,modernbert:eager,modernbert:whole,matmul:eager"
 )
@@ -95,11 +93,7 @@ def parse() -> argparse.Namespace:
     parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--variants", default=DEFAULT, help="comma-separated NAME:MODE[:PRECISION] (default: %(default)s)")
-    add(
-        "--cramming",
-        metavar="CHECKOUT",
-        help="folder of the original code; adds cramming:eager, cramming:whole",
-    )
+    add("--cramming", metavar="CHECKOUT", help="folder of the original code; adds cramming:eager and :whole")
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=768)
     add("--heads", type=int, default=12)
@@ -114,12 +108,6 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="timed steps per variant")
     add("--warmup", type=int, default=1, help="untimed steps per variant, after compilation")
     add("--seed", type=int, default=0, help="of weights, tokens, masks and the order of the variants")
-    add(
-        "--allocator",
-        choices=("system", "keep", "ours"),
-        default="system",
-        help="keep: glibc keeps freed memory (no page faults), for all; ours: for ours only",
-    )
     add("--quick", action="store_true", help="tiny shapes, two rounds, no compilation: shows that it works")
     o = parser.parse_args()
     if o.quick:
@@ -409,63 +397,52 @@ def now(o: argparse.Namespace) -> float:
     """Seconds, once the device has done what it was asked."""
     import torch
 
-    if o.device == "cuda":
-        torch.cuda.synchronize()
+    from bert_dp.training.devices import synchronize
+
+    synchronize(torch.device(o.device))
     return time.perf_counter()
 
 
-def peak_memory_gib(o: argparse.Namespace) -> float:
+def prepare(name: str, o: argparse.Namespace) -> turns.Prepared:
+    """Make a variant and run its first step; it answers `NUMBER` by the times of that step."""
     import torch
 
-    if o.device == "cuda":
-        return torch.cuda.max_memory_reserved() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
-    """Answers `NUMBER` by the times of that step."""
-    with turns.telling_errors(pipe):
-        import torch
-
-        torch.set_num_threads(o.threads)
-        kind, mode, o.precision = parts_of(name, o)
-        if o.precision == "bf16":
-            torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
-        facts: dict[str, Any] = {"flops_per_token": 0.0, "parameters": 0}
-        if kind == "matmul":
-            measure = make_matmul(o, linear_shapes(o))
-            start = time.perf_counter()
-            measure()
-        else:
-            step, bare = make_ours(o, mode) if kind == "ours" else make_peer(o, kind, mode)
-            facts["flops_per_token"] = flops_per_token(o, kind)
-            facts["parameters"] = sum(p.numel() for p in bare.parameters())
-            start = time.perf_counter()
-            facts["first_loss"], _ = step(make_micro_batches(o, 0))
-        facts["first_step_s"] = time.perf_counter() - start
-
-        def answer(number: int) -> dict[str, Any]:
-            if kind == "matmul":
-                return measure()
-            return timed(o, step, make_micro_batches(o, number))
-
-        turns.serve(facts, answer, pipe)
+    torch.set_num_threads(o.threads)
+    kind, mode, o.precision = parts_of(name, o)
+    if o.precision == "bf16":
+        torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
+    if kind == "matmul":
+        measure = make_matmul(o, linear_shapes(o))
+        start = time.perf_counter()
+        measure()
+        return {"first_step_s": time.perf_counter() - start}, lambda _: measure()
+    step, bare = make_ours(o, mode) if kind == "ours" else make_peer(o, kind, mode)
+    start = time.perf_counter()
+    first_loss, _ = step(make_micro_batches(o, 0))
+    facts = {
+        "flops_per_token": flops_per_token(o, kind),
+        "parameters": sum(p.numel() for p in bare.parameters()),
+        "first_loss": first_loss,
+        "first_step_s": time.perf_counter() - start,
+    }
+    return facts, lambda number: timed(o, step, make_micro_batches(o, number))
 
 
 def timed(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, float]:
     """What one step takes."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF), now(o)
+    import torch
+
+    from bert_dp.training.devices import peak_memory_gib
+
+    before, start = time.process_time(), now(o)
     loss, norm = step(micro_batches)
     seconds = now(o) - start
-    after = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "step_time_s": seconds,
         "loss": loss,
         "grad_norm": norm,
-        "system_s": after.ru_stime - before.ru_stime,
-        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "page_faults": after.ru_minflt - before.ru_minflt,
-        "peak_memory_gib": peak_memory_gib(o),
+        "cpu_s": time.process_time() - before,
+        "peak_memory_gib": peak_memory_gib(torch.device(o.device)),
     }
 
 
@@ -476,11 +453,10 @@ def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the facts of each variant and the list of its rounds."""
     variants: dict[str, dict[str, Any]] = {}
     processes = {}
-    with turns.children() as start:
+    with contextlib.ExitStack() as stack:
         for name in o.names:  # one at a time: compile times are not to disturb each other
-            with turns.variables(turns.KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
-                processes[name] = start(name, child, name, o)
-            variants[name] = {**processes[name].receive(), "rounds": []}
+            processes[name] = stack.enter_context(turns.Child(name, prepare, name, o))
+            variants[name] = {**processes[name].facts, "rounds": []}
             tell(f"{name}: ready, first step {variants[name]['first_step_s']:.1f} s")
         rounds = o.warmup + o.rounds
         for number, order in enumerate(turns.orders(o.names, rounds, o.seed), 1):
@@ -532,7 +508,7 @@ def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
     models = models_of(variants)
     ours = [name for name in models if name.startswith("ours:")]
     figure = "ours_over_this_cpu" if o.threads == 1 else "ours_over_this"
-    head = ["variant", "tokens/s", "GFLOP/s", "share", "loss", "faults/step", "peak GiB", "first step"]
+    head = ["variant", "tokens/s", "GFLOP/s", "share", "loss", "peak GiB", "first step"]
     rows = [head + [f"x {name}" for name in ours]]
     for name, r in models.items():
         last = r["rounds"][-1]
@@ -543,7 +519,6 @@ def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
                 f"{r['gflop_per_s']['median']:.1f}",
                 with_range(r["share"], 2) if "share" in r else "-",
                 f"{r['first_loss']:.3f} -> {last['loss']:.3f}",
-                str(last["page_faults"]),
                 f"{last['peak_memory_gib']:.2f}",
                 f"{r['first_step_s']:.0f} s",
                 *(with_range(ratio, 3) for ratio in r[figure].values()),
@@ -560,7 +535,8 @@ def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     o = parse()
-    environment = records.environment_of(o, PACKAGES, hidden=("cramming", "names"))
+    os.environ.update(turns.KEEP)
+    environment = records.environment_of(o, hidden=("cramming", "names"))
     variants = measure_all(o)
     summarise(o, variants)
     show(o, variants)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import random
@@ -15,89 +14,51 @@ from typing import Any
 
 # else glibc gives large tensors back to the kernel when they are freed, and pays the page faults again
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
-ENDING_S = 10.0  # that a process has to end by itself
-Answer = Callable[..., dict[str, Any]]
+Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
+"""Facts about a variant, and the function that answers questions to it."""
 
 
 class Child:
-    """The process of a variant, which has told its facts."""
+    """The process of a variant, which ends with the `with` block. `prepare(*arguments)` runs in it."""
 
-    def __init__(self, name: str, run: Callable[..., None], *arguments: Any):
+    def __init__(self, name: str, prepare: Callable[..., Prepared], *arguments: Any):
         context = multiprocessing.get_context("spawn")
         self._name = name
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=run, args=(*arguments, theirs))
+        self._process = context.Process(target=_serve, args=(theirs, prepare, arguments))
         self._process.start()
         theirs.close()
 
-    def receive(self) -> dict[str, Any]:
+    def __enter__(self) -> Child:
+        self.facts = self._receive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+    def ask(self, *question: Any) -> dict[str, Any]:
+        self._pipe.send(question)
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._pipe.recv()
         if "error" in answer:
             raise RuntimeError(f"{self._name}: {answer['error']}")
         return answer
 
-    def ask(self, *question: Any) -> dict[str, Any]:
-        self._pipe.send(question)
-        return self.receive()
 
-    def quit(self) -> None:
-        """Ask it to end."""
-        self._pipe.send(None)
-
-    def end(self, seconds: float) -> None:
-        self._process.join(seconds)
-        if self._process.is_alive():
-            self._process.terminate()
-
-
-@contextlib.contextmanager
-def children() -> Iterator[Callable[..., Child]]:
-    """What starts Children, all of which end with the block."""
-    started: list[Child] = []
-    seconds = 0.0  # after an error they end at once
-
-    def start(name: str, run: Callable[..., None], *arguments: Any) -> Child:
-        started.append(Child(name, run, *arguments))
-        return started[-1]
-
-    try:
-        yield start
-        for child in started:
-            child.quit()
-        seconds = ENDING_S
-    finally:
-        for child in started:
-            child.end(seconds)
-
-
-@contextlib.contextmanager
-def telling_errors(pipe: Connection) -> Iterator[None]:
-    """In a child: an error in the block goes to the parent."""
+def _serve(pipe: Connection, prepare: Callable[..., Prepared], arguments: Sequence[Any]) -> None:
+    """In a child: send the facts, then the answer to each question; an error goes to the parent as text."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        yield
+        facts, answer = prepare(*arguments)
+        pipe.send(facts)
+        while True:
+            pipe.send(answer(*pipe.recv()))
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
-
-
-def serve(facts: dict[str, Any], answer: Answer, pipe: Connection) -> None:
-    """In a child: tell `facts`, then answer until the parent asks it to end."""
-    pipe.send(facts)
-    while (question := pipe.recv()) is not None:
-        pipe.send(answer(*question))
-
-
-@contextlib.contextmanager
-def variables(extra: Mapping[str, str]) -> Iterator[None]:
-    """Environment of a child; its libc reads it when it starts."""
-    before = dict(os.environ)
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def orders(names: Iterable[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:

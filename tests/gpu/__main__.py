@@ -289,7 +289,7 @@ def gpus() -> tuple[str, int]:
 
 def write_record(out: Path, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """Write record.json and table.txt; print the table."""
-    environment = {**records.probed_machine(None), **facts}
+    environment = records.environment(**facts)
     files.write_json(out / "record.json", {"environment": environment, "parts": results})
     lines = list(table(results, f"{facts['devices']} x {facts['device']}"))
     (out / "table.txt").write_text("\n".join(lines) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import random
@@ -129,9 +130,24 @@ def test_predictor_on_some_rows(tmp_path):
     errors = [abs(row["error_points"]) for row in result["rows"]]
     assert len(errors) == result["headline"]["rows"] == 7
     assert result["headline"]["median"] == pytest.approx(statistics.median(errors), abs=0.01)
+    ideal = [100 * abs(1 - row["measured"]) for row in result["rows"]]
+    assert result["efficiency_1"]["median"] == pytest.approx(statistics.median(ideal), abs=0.01)
     assert len(result["not_predictable"]) == 4
     assert len(result["sensitivity"]) == 20
     assert "dlperf-pt-FP32-b32-16" in said
+
+
+def test_a_process_answers_until_an_error_which_names_it():
+    with turns.Child("divides", copy.copy, ({"ready": 1}, divmod)) as child:
+        assert child.facts == {"ready": 1}
+        assert child.ask(7, 2) == (3, 1)
+        with pytest.raises(RuntimeError, match="divides: ZeroDivisionError: "):
+            child.ask(1, 0)
+    with (
+        pytest.raises(RuntimeError, match="gone: FileNotFoundError: "),
+        turns.Child("gone", open, "/no/file"),
+    ):
+        pass
 
 
 def test_the_commit_is_known_without_git(tmp_path, monkeypatch):
@@ -148,7 +164,7 @@ def test_the_commit_is_known_without_git(tmp_path, monkeypatch):
     assert records.commit() == "abc1"
     by_file = code_version(["launcher"])
     monkeypatch.setenv("BERT_DP_COMMIT", "def2")
-    assert records.environment()["commit"] == records.probed_machine(None)["git_commit"] == "def2"
+    assert records.environment()["git_commit"] == "def2"
     assert code_version(["launcher"]) != by_file
 
 
