@@ -100,8 +100,8 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find sets of ranks that are spread over nodes, at most one for each setting. `nodes`: of each rank, its
-    name up to a slash being shown. `sets`: see rank_sets."""
+    """Find sets of ranks that are spread over nodes, at most one for each setting. `nodes`: the node of each
+    rank, shown up to a slash. `sets`: see rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):

@@ -95,7 +95,7 @@ class SourceFile(StoredModel):
 
     @property
     def loss(self) -> float:
-        """Greater one of both shares."""
+        """Greater of the two shares."""
         return max(self.lost_share, self.unknown_share)
 
     def loss_words(self) -> str:

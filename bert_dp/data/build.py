@@ -293,7 +293,7 @@ def _route(
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
     near = None
-    if options.dedup == "near":  # `add` is false of a sketch that is as similar to an earlier one
+    if options.dedup == "near":  # its `add` returns False for a sketch this similar to an earlier one
         threshold = options.near_threshold
         near = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, 0)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}

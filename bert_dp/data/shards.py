@@ -163,7 +163,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
-    """Compute nats per held-out token under add-one smoothed training counts [V]; None of no tokens."""
+    """Compute nats per held-out token under add-one smoothed training counts [V]; None without tokens."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

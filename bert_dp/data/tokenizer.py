@@ -165,7 +165,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 def train(
     sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens, fewer if the sample has fewer. Deterministic."""
+    """Train a tokenizer of at most `vocab_size` tokens; the same sample gives the same tokenizer."""
     texts = [normalize(text) if with_normalizer else text for text in sample]
     learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
     tokenizer = learn(texts, vocab_size)

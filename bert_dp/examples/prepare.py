@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or of `missing` GLUE's absent files as JSON. Raises ConfigError."""
+    """Return the prepared directory, or for `missing` GLUE's absent files as JSON. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     parser.add_argument("verb", choices=["missing", "prepare"])
     parser.add_argument("--dev-share", type=float, default=0.0)

@@ -1,7 +1,7 @@
 """Read rows of labelled texts, check the types of their columns, and store encoded examples. Torch-free.
 
 A file of examples holds `ids` uint16 [T], the tokens of all; `offsets` int64 [n + 1], where each begins and
-ends; and `labels`, if known: int64 [n], of multi_label uint8 [n, L], of a regression float32 [n].
+ends; and `labels`, if known: int64 [n] (multi_label: uint8 [n, L], regression: float32 [n]).
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def _score(value: Any) -> float:
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return the names in train, sorted as numbers if all are whole numbers, else as text; regression: ().
+    """Return the names in train, sorted as numbers if all are whole numbers, else as text; () for regression.
 
     `kind`: None = single_label, but a number with decimals, which is probably a score, is refused. Raises
     ConfigError, also for too few or too many different labels.
@@ -332,7 +332,7 @@ def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.floa
     missing, not finite, or of another number of outputs."""
     with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
         try:
-            contents = [read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*"))]
+            contents = (read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*")))
             logits_NL = np.concatenate([safetensors.numpy.load(each)["logits"] for each in contents])
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"holds no logits ({error})") from None

@@ -13,7 +13,7 @@ IN_STEP = ("data", "step")
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """Hold RUN/heartbeats/rank-N: a 64-bit integer of the machine's byte order per field, each read whole."""
+    """Hold RUN/heartbeats/rank-N: one 64-bit integer per field, in the machine's byte order, read whole."""
 
     pid: int = 0
     step: int = 0

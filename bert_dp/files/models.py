@@ -129,7 +129,7 @@ class Failure(StoredFile):
     """Of a failure that may be due to memory."""
 
     def headline(self) -> str:
-        """Return the message with the rank and node that it is of."""
+        """Return the message after the rank and node that it comes from."""
         rank = None if self.rank is None else f"rank {self.rank}"
         place = " on ".join(filter(None, (rank, self.node)))
         return f"{place}: {self.message}" if place else self.message

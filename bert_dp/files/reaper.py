@@ -64,7 +64,7 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # a bare interpreter: fast and small; without our marks, lest another launcher's reaper ends it first
+    # a bare interpreter: fast and small; without our marks, so that no other launcher's reaper ends it first
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,

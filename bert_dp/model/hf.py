@@ -44,8 +44,8 @@ NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias"
 
 def bert_names(model: ModelConfig, family: str, front: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
     """Yield their name and ours of each table, norm and linear layer of BERT, RoBERTa or RobertaPreLayerNorm,
-    without the names of its tensors and without query, key and value. `front` begins their names of the
-    encoder's parts; `has_head`: with the head that predicts tokens, but for the decoder."""
+    without the names of its tensors and without query, key and value. `front`: prefix of
+    their names of the encoder; `has_head`: with the head that predicts tokens, except its decoder."""
     for theirs, ours in IN_EMBEDDINGS.items():
         yield f"{front}embeddings.{theirs}", f"model.embeddings.{ours}"
     for i in range(model.num_layers):
@@ -131,7 +131,7 @@ def from_bert(
         roles = {role: f"{theirs}.{word}" for role, word in PROJECTIONS.items()}
         state[f"{ours}.Wqkv.weight"] = torch.cat([take(f"{name}.weight") for name in roles.values()])
         state |= {f"{ours}.{role}_bias": take(f"{roles[role]}.bias") for role in "qv"}
-        # without rotary positions it shifts all scores of a query alike, which softmax ignores
+        # without rotary positions a key bias shifts all scores of a query alike, which softmax ignores
         if left.pop(f"{roles['k']}.bias", torch.zeros(1)).any():
             dropped.append(f"{roles['k']}.bias")
     heads = DROPPED if has_head else (*DROPPED, "cls.", "lm_head.")

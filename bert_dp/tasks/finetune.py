@@ -41,7 +41,7 @@ class LabelledBatch(TensorBatch):
     types_BS: Tensor | None
     """Token types; None of a model that has none."""
     logits_BL: Tensor | None = None
-    """The teacher's, of a distillation."""
+    """The teacher's logits, in a distillation."""
 
     @property
     def types(self) -> dict[str, Tensor]:
@@ -205,9 +205,10 @@ class Finetuning:
         special, length_B = self._manifest.special_tokens, examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)
-        ids_BS = torch.full((len(index_B), length), special.pad)
-        for ids_S, i in zip(ids_BS, index_B, strict=True):
-            ids_S[: examples.lengths[i]] = torch.from_numpy(examples.tokens(i).astype(np.int64))
+        padded_BS = np.full((len(index_B), length), special.pad, np.int64)
+        for row, i in enumerate(index_B):
+            padded_BS[row, : length_B[row]] = examples.tokens(i)
+        ids_BS = torch.from_numpy(padded_BS)
         real_BS = torch.from_numpy(np.arange(length) < length_B[:, None])
         labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
         types_BS = pair_types(ids_BS, special.sep) if self._has_types else None

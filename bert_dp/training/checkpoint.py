@@ -36,7 +36,6 @@ from bert_dp.config.errors import MAX_JSON_BYTES, read_regular, sha256
 from bert_dp.files import CheckpointFacts, list_checkpoints
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
-from bert_dp.training.process import failed_writes
 
 VERSION = 1  # of the manifest
 MAX_SAVE_SHARE = 0.01  # of the time, for checkpoint.every_minutes
@@ -353,7 +352,7 @@ class AsyncCheckpointer:
         self._folder, self._settings, self._log = folder, settings, log_rank0
         self.saved_step = saved_step
         """Step of the newest checkpoint that is safe in `folder`; None without one."""
-        self.failed_saves = 0
+        self.failed_saves = self.failed_writes = 0
         self.stall_s = 0.0
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
         self.abort_reason: Failure | None = None
@@ -421,7 +420,7 @@ class AsyncCheckpointer:
         """Count a failed save; warn of the first one in a row."""
         self.failed_saves += 1
         if isinstance(error, OSError):
-            failed_writes.count += 1
+            self.failed_writes += 1
         newest = "no good checkpoint yet"
         if self.saved_step is not None:
             newest = f"the newest good checkpoint is {path_of(self._folder, self.saved_step).name}"

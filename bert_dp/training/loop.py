@@ -28,7 +28,7 @@ from bert_dp.training.checkpoint import AsyncCheckpointer, SaveTimer, TrainState
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
-from bert_dp.training.process import HeartbeatWriter, Records, Signals
+from bert_dp.training.process import HeartbeatWriter, LogErrors, Records, Signals
 from bert_dp.training.profiler import StepTrace
 
 
@@ -45,6 +45,7 @@ class Rank:
     data: DatasetInfo
     heartbeat: HeartbeatWriter
     signals: Signals
+    log_errors: LogErrors = dataclasses.field(default_factory=LogErrors)
 
     def log_rank0(self, text: str) -> None:
         """Write a line of rank 0's log; the launcher shows it."""

@@ -72,34 +72,34 @@ def gc_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-class FailedWrites:
-    """Count the writes of this process's log and records that failed, for summary.json."""
+class LogErrors:
+    """Count the writes of this process's log that failed, for summary.json."""
 
-    count = 0
-
-
-failed_writes = FailedWrites()
+    def __init__(self) -> None:
+        self.failed_writes = 0
 
 
 class TolerantFile(io.FileIO):
     """Write to an open file descriptor; count and drop the writes that fail."""
 
-    def __init__(self, descriptor: int):
+    def __init__(self, descriptor: int, errors: LogErrors):
         super().__init__(descriptor, "w", closefd=False)
+        self._errors = errors
 
     def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            failed_writes.count += 1
-            return len(data)
+        with contextlib.suppress(OSError):
+            written: int | None = super().write(data)
+            if written is not None:  # None: a full pipe that does not block
+                return written
+        self._errors.failed_writes += 1
+        return len(data)
 
 
 class LogStream(io.TextIOWrapper):
     """Write text to a descriptor: mask secrets, flush at the end of each line, raise no OSError."""
 
-    def __init__(self, descriptor: int):
-        raw = io.BufferedWriter(TolerantFile(descriptor))
+    def __init__(self, descriptor: int, errors: LogErrors):
+        raw = io.BufferedWriter(TolerantFile(descriptor, errors))
         super().__init__(raw, "utf-8", "backslashreplace", line_buffering=True)
         self._secrets = files.secret_values(os.environ)
 
@@ -114,27 +114,28 @@ class Records:
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
         self._incomplete: set[str] = set()
+        self.failed_writes = 0
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append `line`, which has a `step`, to the record `name`. Warn of its first line that is lost."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
-            failed_writes.count += 1
+            self.failed_writes += 1
             if name not in self._incomplete:
                 self._incomplete.add(name)
                 self._log(f"warning: step {line['step']} is missing in {name}: {error}")
 
 
-def redirect_output(rank: int) -> None:
+def redirect_output(rank: int, errors: LogErrors) -> None:
     """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a line that
-    separates it from an earlier process's, and stacks on SIGUSR2 to rank-N.stack."""
-    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
+    separates it from an earlier process's, and stacks on SIGUSR2 to rank-N.stack; count failed writes."""
+    sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
     if folder := os.environ.get(files.LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
-            failed_writes.count += 1
+            errors.failed_writes += 1
         else:
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -10,7 +10,7 @@ from torch.profiler import profile
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import Meter
-from bert_dp.training.process import HeartbeatWriter, failed_writes
+from bert_dp.training.process import HeartbeatWriter
 
 
 class StepTrace:
@@ -26,6 +26,7 @@ class StepTrace:
         """The first step that is being recorded."""
         self.steps: list[int] | None = None
         """First and last step that was recorded, on whichever rank."""
+        self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
         """Begin or end recording between steps, when `step` of them are done, as the plan says; at the run's
@@ -61,5 +62,5 @@ class StepTrace:
                 trace = self._folder / f"rank-{self._comm.world.rank}.json.gz"
                 self._profiler.export_chrome_trace(str(trace))
             except OSError as error:  # a full disk ends no run
-                failed_writes.count += 1
+                self.failed_writes += 1
                 sys.stdout.write(f"warning: the profile could not be written: {error}\n")

@@ -12,7 +12,6 @@ from bert_dp.training import devices, metrics, noise
 from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.loop import Trainer, TrainingOutcome
 from bert_dp.training.metrics import straggler
-from bert_dp.training.process import failed_writes
 
 
 def write_summary(
@@ -28,7 +27,9 @@ def write_summary(
     """
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
-    own = [devices.peak_memory_gib(trainer.device), used, float(failed_writes.count)]
+    writers = (trainer.log_errors, trainer.records, trainer.checkpointer, trainer.trace)
+    failed_writes = float(sum(writer.failed_writes for writer in writers))
+    own = [devices.peak_memory_gib(trainer.device), used, failed_writes]
     gathered = trainer.comm.all_gather(own)
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if trainer.comm.world.rank != 0:

@@ -34,7 +34,7 @@ from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
-from bert_dp.training.process import Signals, World, failed_writes, gc_paused
+from bert_dp.training.process import Signals, World, gc_paused
 from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
 from tests.ranks import OneOf
 
@@ -134,7 +134,7 @@ FULL = Failure(message="no room", kind="disk")
 class SlowCheckpointer:
     """A thousand seconds for a checkpoint."""
 
-    abort_reason, problem, newest, stall_s, failed_saves = None, None, None, 0.0, 0
+    abort_reason, problem, newest, stall_s, failed_saves, failed_writes = None, None, None, 0.0, 0, 0
     save_s = 1000.0
 
     def __init__(self, clock: Clock):
@@ -535,9 +535,11 @@ def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch:
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
     trainer.checkpointer.stall_s, trainer.checkpointer.failed_saves = 4.5, 3  # type: ignore[misc]
     state.loss_spikes, state.skipped_steps = 2, 1
+    writers: Any = (trainer.log_errors, trainer.records, trainer.checkpointer, trainer.trace)
+    for i, writer in enumerate(writers):
+        writer.failed_writes = 10 ** (i + 1)
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
-    monkeypatch.setattr(failed_writes, "count", 0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
     end = read_json(tmp_path / "summary.json")
     assert end["peak_memory_gib"] == 4.0
@@ -552,7 +554,7 @@ def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch:
     assert end["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
     own = {"setup": 1.0, "compile": 2.0, "train": 10.0, "eval": 500.0, "save": 4.5}
     assert end["time_s"] == own | {"data_wait": 1.0, "forward_backward": 6.0, "optimizer": 3.0}
-    assert (end["failed_saves"], end["failed_writes"]) == (3, 2)
+    assert (end["failed_saves"], end["failed_writes"]) == (3, 11112)
     assert (end["loss_spikes"], end["skipped_steps"], end["noise_scale"]) == (2, 1, None)
     assert (end["unigram_entropy_nats"], end["uniform_entropy_nats"]) == (3.9, math.log(64))
     assert end["final_loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"] != end["heldout_loss"]
