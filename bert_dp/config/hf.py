@@ -85,7 +85,7 @@ class HfEncoder:
     model: dict[str, Any]
     """`model` settings, translated from config.json."""
     head_bias: bool
-    """Whether the dense layer before the decoder has a bias."""
+    """True if the dense layer before the decoder has a bias."""
 
     @property
     def tokenizer(self) -> Path:
@@ -175,7 +175,7 @@ def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _global_every(kinds: list[str]) -> int:
-    """Return the distance between global layers, of which the first layer is one."""
+    """Return the distance between global layers, starting at the first layer."""
     return kinds.index("full_attention", 1) if "full_attention" in kinds[1:] else len(kinds)
 
 
@@ -241,7 +241,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer from an export by bert-dp, which may frame texts differently."""
+    """Return the run tokenizer's hash from a bert-dp export; the exported one may frame texts differently."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -115,7 +115,7 @@ class BuildRecord(BuildConfig):
 
 
 class Manifest(HashedFile):
-    """Contents of manifest.json, which describes a directory of shards. Entropies are in nats per token."""
+    """Contents of manifest.json for a directory of shards. Entropies are in nats per token."""
 
     file_name: ClassVar[str] = "manifest.json"
     hint: ClassVar[str] = "build it with `bert-dp data build`"
@@ -311,7 +311,7 @@ class ExampleSplit(StoredModel):
     """Scores of a constant answer: the most frequent label, or mean score, in train. None for train itself
     and for splits without labels; a score is None if the metric is undefined for a constant."""
     left_out: Count
-    """Skipped rows of the file, which are broken."""
+    """Broken rows of the file that were skipped."""
     letters: Count
     lost_letters: Count
     """Letters that the tokenizer drops, and letters in unknown tokens."""
@@ -330,7 +330,7 @@ class SpecialTokens(StoredModel):
 
 
 class ExamplesManifest(HashedFile):
-    """Contents of examples.json, which describes a prepared directory of examples."""
+    """Contents of examples.json for a prepared directory of examples."""
 
     file_name: ClassVar[str] = "examples.json"
     hint: ClassVar[str] = "prepare it again with `bert-dp finetune`"
@@ -352,7 +352,7 @@ class ExamplesManifest(HashedFile):
     tokenizer: TokenizerFile
     splits: dict[BaseName, ExampleSplit]
     official: bool | None
-    """Whether every split has the official GLUE number of rows; null if this is not a GLUE task."""
+    """True if every split has the official GLUE number of rows; null if this is not a GLUE task."""
     dev_share: Share
     """Share of train that was moved to dev; 0 if dev is a separate file."""
     hash: Sha256

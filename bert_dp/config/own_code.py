@@ -16,7 +16,7 @@ MAX_CODE_BYTES = 10_000_000
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return the settings whose value is code, with their values."""
+    """Map each setting given as code to its value."""
     named = {"task": config.task, "optim.name": config.optim.name}
     return {setting: text for setting, text in named.items() if text is not None and CODE.fullmatch(text)}
 

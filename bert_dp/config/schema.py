@@ -249,7 +249,7 @@ class ModelConfig(Section):
     mlp: Literal["geglu", "gelu"] = "geglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_bias: Annotated[bool, OnlyWith("model.norm", ("layernorm",))] = True
-    """Whether layernorms have a bias."""
+    """Give layernorms a bias."""
     norm_eps: Annotated[float, FREE_FROM_WEIGHTS] = Field(1e-12, gt=0)
     norm_position: Literal["pre", "post"] = "pre"
     """pre = before attention and MLP, and once at the end; post = after each residual sum (BERT, RoBERTa)."""
@@ -258,9 +258,9 @@ class ModelConfig(Section):
     head: Literal["none", "dense"] = "none"
     """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
     decoder_bias: bool = False
-    """Whether the tied decoder has a bias per token."""
+    """Add a bias per token in the tied decoder."""
     bias: bool = False
-    """Whether linear layers have biases. Keys never do: the gradient of a key bias is exactly zero."""
+    """Add biases in the linear layers, but never for keys: the gradient of a key bias is exactly zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Dropout probability on embedding, attention output and MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
@@ -469,7 +469,7 @@ class ParallelConfig(Section):
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
     """ddp: data type of reduced gradients; full = the parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
-    """ddp: promise that every step runs the same graph, which saves a search."""
+    """ddp: promise that every step runs the same graph, so that ddp need not search it."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
     """fsdp: shard over dp / fsdp_replicas ranks and replicate over fsdp_replicas (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
@@ -481,12 +481,12 @@ class ParallelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = not by steps. The end of the run and signals also save one."""
+    """Optimizer steps between checkpoints; 0 = not by steps. One is also saved at the end and on a signal."""
     every_minutes: Annotated[float, duration(60), OnlyWith("checkpoint.keep")] = Field(
         10.0, ge=0, le=MAX_SECONDS / 60
     )
-    """Minutes between checkpoints; 0 = not by time. The interval grows if saving would stall training for
-    over 1 % of the time."""
+    """Save a checkpoint if the last one is this many minutes old; 0 = not by time. The interval grows if
+    saving would stall training for over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Newest checkpoints to keep; 0 = write none, so that a run that stops early is lost."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"

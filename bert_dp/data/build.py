@@ -420,7 +420,7 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a directory that finally replaces `out`; on failure, remove it. The caller must hold the lock."""
+    """Yield a directory and finally replace `out` with it; on failure, remove it. Requires the lock."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its process has exited, since this one holds the lock

@@ -167,7 +167,7 @@ def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> 
         raise EOFError("the last stream is incomplete")
 
 
-def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "fetch it again") -> ConfigError:
+def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "download it again") -> ConfigError:
     return ConfigError([Issue(str(path), kind, message, hint=hint)])
 
 

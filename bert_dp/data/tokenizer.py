@@ -298,10 +298,10 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return `num_special`, the first id that may randomly replace a token.
+    """Return `num_special`, the lowest id of the random replacements for tokens.
 
-    Special tokens in the upper half of the ids are ignored, because some tokenizers (ModernBERT) put theirs
-    at the end; a random replacement then hits one of them a few times in 50 000.
+    Special tokens in the upper half are ignored, because some tokenizers (ModernBERT) put theirs at the end;
+    a random replacement then hits one of them a few times in 50 000.
     """
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
@@ -343,7 +343,7 @@ class EncodedDocuments:
 
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of at most BATCH_DOCUMENTS documents that end once they reach BATCH_CHARS characters."""
+    """Yield lists of up to BATCH_DOCUMENTS documents, ending early at BATCH_CHARS characters."""
     batch, chars = list[str](), 0
     for text in documents:
         batch.append(text)

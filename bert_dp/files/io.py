@@ -83,7 +83,7 @@ def secret_values(environ: Mapping[str, str]) -> list[str]:
 
 
 def secret_in(text: str, environ: Mapping[str, str]) -> str | None:
-    """Return the name of a variable whose secret value occurs in a text, or None."""
+    """Find a secret value in a text; return the name of its variable, or None."""
     held = (name for name, v in environ.items() if any(s in text for s in secret_values({name: v})))
     return next(held, None)
 

@@ -1,4 +1,4 @@
-"""Define models of the files that ranks and launcher write to a run directory, for writers and readers.
+"""Define models of the files in a run directory, shared by their writers (ranks, launcher) and readers.
 Torch-free. Unknown keys are ignored; missing keys get their default."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
@@ -139,7 +139,7 @@ STRAGGLER_RATIO = 1.2  # a rank's compute time / the others' median above which 
 
 
 class Straggler(StoredModel):
-    """Rank that the others wait for."""
+    """Slowest rank, for which the others wait."""
 
     rank: int
     ratio: float
@@ -319,7 +319,7 @@ class GpuMemory(StoredModel):
 
 
 class RecordedEnvironment(StoredFile):
-    """Part of environment.json that failure advice reads; the launcher writes the whole file."""
+    """Part of environment.json used by failure advice; the launcher writes the whole file."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None

@@ -82,7 +82,7 @@ def reaper(scratch: Path) -> Iterator[None]:
 
 
 def marked(marks: Sequence[str]) -> list[int]:
-    """List other processes whose environment contains all of `marks` (NAME=value)."""
+    """List other processes with all of `marks` (NAME=value) in their environment."""
     wanted = {mark.encode() for mark in marks}
     pids = []
     for entry in Path("/proc").iterdir():

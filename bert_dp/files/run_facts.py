@@ -140,7 +140,7 @@ class Exported(StoredFile):
     finetune: FinetuneConfig | None = None
     """Kind, labels and pooling of a classifier."""
     files: dict[str, Sha256] = Field(default_factory=dict)
-    """SHA-256 of the files from which the model is loaded."""
+    """SHA-256 of the files needed to load the model."""
 
 
 def read_exported(directory: Path) -> Exported:
@@ -161,7 +161,7 @@ def read_exported(directory: Path) -> Exported:
 
 
 def loaded_files(form: ExportFormat) -> list[str]:
-    """Return the names of the files from which a model of this format is loaded."""
+    """Return the names of the files needed to load a model of this format."""
     return [MODEL_FILES[form], TOKENIZER, *(["config.json"] if form == "hf" else [])]
 
 
