@@ -27,7 +27,7 @@ class EngineFacts:
     tensor: bool = False
     """Can be combined with tensor parallelism."""
     whole_tensors: bool = True
-    """The optimizer sees whole tensors, as Muon needs."""
+    """The optimizer sees whole tensors, as Muon requires."""
     flattens: bool = False
     """Sharded optimizer state is one flat vector, which hides the tensor norms that LAMB needs."""
     refused_precisions: tuple[str, ...] = ()

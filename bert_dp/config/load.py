@@ -186,7 +186,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """Return the section of `a.b` in the tree, created if missing, and `b`. Raises ValueError."""
     *parents, leaf = key.split(".")
-    if len(parents) > 16:  # ours have three at most
+    if len(parents) > 16:  # settings have at most three
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     for depth, parent in enumerate(parents, 1):
         tree = tree.setdefault(parent, {})

@@ -43,7 +43,7 @@ def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
 
 
 def split_code(text: str) -> tuple[Path, str]:
-    """Split `FILE.py:function`."""
+    """Split `FILE.py:function` into file and function name."""
     file, _, function = text.rpartition(":")
     return Path(file), function
 

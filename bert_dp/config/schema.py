@@ -334,7 +334,7 @@ class DistillConfig(Section):
     label) + (1 - alpha) x (loss against the teacher's logits)."""
 
     logits: PathText | None = None
-    """Directory with the teacher's logits of every training example; `bert-dp distill` writes it."""
+    """Directory of the teacher's logits for every training example, written by `bert-dp distill`."""
     loss: Literal["mse", "kl"] = "mse"
     """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
     the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
@@ -554,7 +554,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
-        if self.task is not None:  # its data and its model are its own
+        if self.task is not None:  # a custom task has its own data and model
             if self.schedule.epochs is not None:
                 raise ValueError(
                     "schedule.epochs: a custom task's number of samples is unknown; use steps or hours"

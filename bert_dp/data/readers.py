@@ -167,7 +167,7 @@ def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> 
         raise EOFError("the last stream is incomplete")
 
 
-def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "download it again") -> ConfigError:
+def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get a new copy") -> ConfigError:
     return ConfigError([Issue(str(path), kind, message, hint=hint)])
 
 

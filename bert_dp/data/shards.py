@@ -121,7 +121,7 @@ def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
             while chunk := opened.read(CHUNK_BYTES):
                 digest.update(chunk)
                 greatest = max(greatest, int(np.frombuffer(chunk, TOKEN).max()))
-    except (OSError, ValueError) as error:  # ValueError: half a token
+    except (OSError, ValueError) as error:  # ValueError: odd number of bytes
         message = f"cannot be read ({getattr(error, 'strerror', error)})"
         return [Issue(str(file), "damaged", message, hint=Manifest.hint)]
     issues, actual = [], digest.hexdigest()

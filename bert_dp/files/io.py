@@ -114,7 +114,7 @@ def without_folders(word: str) -> str:
 INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, env:// (MASTER_ADDR, MASTER_PORT)
 HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: in the run
 LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
-STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
+STARTED_AGAIN = "-- started again --"  # line in rank-N.log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
 

@@ -123,7 +123,7 @@ class LedgerFile(StoredModel):
 
 
 def read_ledger(run_dir: Path) -> LedgerFile:
-    """Read ledger.json; empty if there is none. Raises ConfigError for a damaged one."""
+    """Read ledger.json; empty if there is none. Raises ConfigError if it is damaged."""
     path = run_dir / LEDGER
     if not path.exists():
         return LedgerFile()

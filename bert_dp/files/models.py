@@ -119,7 +119,7 @@ class Failure(StoredFile):
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line for each rank that failed because this one did."""
+    """One line per rank that failed as a result."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
@@ -241,7 +241,7 @@ class Summary(StoredFile):
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
     heldout: HeldOut | None = None
-    """`heldout_loss` with its denominator."""
+    """`heldout_loss` and its denominator."""
     heldout_step: int | None = None
     """Step of the evaluation; earlier than `step` if a signal or failure stopped the run."""
     since_step: int | None = None
