@@ -1,4 +1,4 @@
-"""Export the Python API of bert-dp. Each name is imported on first use."""
+"""Export the Python API of bert-dp, importing each name on first use."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,8 +1,8 @@
-"""The Python API: each function runs a verb of the command line as a child process, `python -P -m launcher`,
-and returns what the verb has written.
+"""Provide the Python API: each function runs a command-line verb in a child process, `python -P -m launcher`,
+and returns the results that it wrote.
 
-Nothing of `launcher` is imported here: a user's launcher.py is neither run nor hidden. The caller's signal
-handlers, umask, threads and standard streams stay as they are.
+`launcher` is not imported here, so that a user's launcher.py is neither run nor shadowed. The caller's signal
+handlers, umask, threads and standard streams stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ Paths = PathLike | Sequence[PathLike]
 Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
-ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
-NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for colors; a bar needs a terminal
+ERROR, FAILED = "error: ", "failed: "  # prefixes of lines about bad input and about the cause of a failure
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # notebooks ask for colors, but bars need a terminal
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """Hold the contents of a run directory as they were read. A Run is accepted wherever a path is."""
+    """Snapshot of the contents of a run directory. A Run is accepted wherever a path is."""
 
     directory: Path
     config: Config | None = dataclasses.field(repr=False)
-    """config.yaml, resolved: `run.config.optim.lr`; None where it cannot be read."""
+    """Resolved config.yaml, as in `run.config.optim.lr`; None if it cannot be read."""
     summary: Summary | None = dataclasses.field(repr=False)
-    """summary.json; None while the run goes on, and after it was killed."""
+    """summary.json; None while the run is in progress, and after it was killed."""
     checkpoint: Path | None
-    """The newest checkpoint."""
+    """Newest checkpoint."""
     report: Path | None
-    """report.html"""
+    """Path of report.html."""
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """metrics.jsonl, a record per logged step: `pandas.DataFrame(run.metrics)`."""
+    """metrics.jsonl, one record per logged step, as for `pandas.DataFrame(run.metrics)`."""
     evals: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """evals.jsonl, a record per held-out evaluation."""
+    """evals.jsonl, one record per held-out evaluation."""
 
     def __fspath__(self) -> str:
         return str(self.directory)
 
     @property
     def results(self) -> dict[str, Any]:
-        """Return the last held-out measurements: loss, and the scores of a finetuned run."""
+        """Return the last held-out results: the loss, and the scores of a finetuned run."""
         heldout = self.summary.heldout if self.summary is not None else None
         return {} if heldout is None else heldout.model_dump(mode="json", exclude_none=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result(os.PathLike[str]):
-    """Hold the results of a verb, as in its JSON, and the directory that they describe or were written to."""
+    """Parsed --json output of a command, and the directory it describes or wrote."""
 
     directory: Path
     results: Any = dataclasses.field(repr=False)
@@ -78,7 +78,7 @@ class Result(os.PathLike[str]):
 
 
 class TrainingFailed(RuntimeError):
-    """A run that started and failed; the message is the cause, with its fixes."""
+    """Raised if a run started but failed; the message is the cause with suggested fixes."""
 
     def __init__(self, failure: Failure, run: Run):
         super().__init__(failure, run)
@@ -104,16 +104,16 @@ def train(
     on_log: OnLog | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Pretrain with the configuration at `config`, or of that name, as `bert-dp train` does.
+    """Pretrain with a configuration (file or shipped name), as `bert-dp train` does.
 
     `settings` override the configuration: `{"schedule.steps": 20, "data.sources": ["a.txt"]}`, nested or
-    dotted. The same `run_dir` continues its run; the default is runs/NAME-DATE-TIME. `allow_code`: run the
-    Python files that `task` and `optim.name` may name. `on_log` is called in this process with each new line
-    of metrics.jsonl; the first exception in it is printed, and the run goes on. The verb's lines go to
-    sys.stdout unless `quiet`. On KeyboardInterrupt the ranks finish their step and save, then it is raised; a
-    second one ends them at once. If this process is killed, the run ends.
+    dotted. An existing `run_dir` resumes its run; the default is runs/NAME-DATE-TIME. `allow_code`: execute
+    Python files given by `task` and `optim.name`. `on_log` is called in this process with each new line of
+    metrics.jsonl; its first exception is printed, and the run continues. The command's output goes to
+    sys.stdout unless `quiet`. On KeyboardInterrupt, the ranks finish their step and save before it is raised;
+    a second one stops them immediately. If this process is killed, the run stops.
 
-    Raises ConfigError, with every issue, for bad input, TrainingFailed and KeyboardInterrupt.
+    Raises ConfigError with every issue for bad input, TrainingFailed, and KeyboardInterrupt.
     """
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
     options = {"nproc": nproc, "launcher": launcher, "run_dir": directory, "resume": os.fspath(resume)}
@@ -131,9 +131,9 @@ def finetune(
     quiet: bool = False,
     **options: Any,
 ) -> Run:
-    """Train a classifier or regressor from a pretrained run. `options` are those of `bert-dp finetune`, such
-    as `task` and `data`, or `train`, `dev` and `label`; the rest is as in `train`. `results["scores"]` of the
-    Run has "split/metric"; with `seeds` the runs are below its directory."""
+    """Train a classifier or regressor from a pretrained run. `options`: those of `bert-dp finetune`, such as
+    `task` and `data`, or `train`, `dev` and `label`; other arguments as in `train`. The Run's
+    `results["scores"]` has keys "split/metric"; with `seeds`, the runs are in subdirectories."""
     directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
     words = _words("finetune", [run], settings, **options, run_dir=directory)
     return _train(words, directory, quiet, on_log)
@@ -148,9 +148,9 @@ def evaluate(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Measure the held-out loss of a run on `texts`, with the options of `bert-dp eval mlm`; of several runs,
-    to compare them. Without `texts`: score a run on GLUE in `out`, with the options of `bert-dp eval glue`,
-    such as `data`. Raises ConfigError and RuntimeError."""
+    """Measure the held-out loss of a run, or compare several runs, on `texts`, with the options of `bert-dp
+    eval mlm`. Without `texts`: score a run on GLUE and write to `out`, with the options of `bert-dp eval
+    glue`, such as `data`. Raises ConfigError and RuntimeError."""
     first, *_ = named = _several(run)
     place = _absolute(first) if texts else _directory(out, "eval", Path(first).name)
     if not texts:
@@ -168,9 +168,9 @@ def predict(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Label or encode the examples of a file, or these texts or pairs of texts, by a run or an exported
-    directory. `results` has a record for each. `options` are those of `bert-dp predict`. Raises ConfigError
-    and RuntimeError."""
+    """Label or encode examples (a file, texts or pairs of texts) with a run or an exported directory.
+    `results` has one record per example. `options`: those of `bert-dp predict`. Raises ConfigError and
+    RuntimeError."""
     with tempfile.TemporaryDirectory() as scratch:
         out, file = Path(scratch) / "out.jsonl", Path(scratch) / "in.jsonl"
         if isinstance(examples, str | os.PathLike):
@@ -188,8 +188,8 @@ def predict(
 def export(
     run: PathLike, out: PathLike, format: ExportFormat = "hf", *, quiet: bool = False, **options: Any
 ) -> Result:
-    """Write a run to the new directory `out` for other programs; `results` is its export.json. `options` are
-    those of `bert-dp export FORMAT`. Raises ConfigError and RuntimeError."""
+    """Export a run to the new directory `out`; `results` is its export.json. `options`: those of `bert-dp
+    export FORMAT`. Raises ConfigError and RuntimeError."""
     _answer(_words(f"export {format}", [run], **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / EXPORTED))
 
@@ -197,22 +197,22 @@ def export(
 def build_data(
     sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
 ) -> Result:
-    """Build token shards from text in the directory `out`; `results` is its manifest. `settings`: of
-    data.build alone, by their whole names; `options` are those of `bert-dp data build`. Raises ConfigError
-    and RuntimeError."""
+    """Build token shards from text in the directory `out`; `results` is its manifest. `settings`: only
+    data.build settings, by full name; `options`: those of `bert-dp data build`. Raises ConfigError and
+    RuntimeError."""
     _answer(_words("data build", _several(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 
 
 def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
-    """List the runs in a directory, newest first: a flat record each, with the settings by their names, for
+    """List the runs in a directory, newest first: one flat record per run, with its settings by name, as for
     `pandas.DataFrame`. Raises ConfigError."""
     rows: list[dict[str, Any]] = json.loads(_answer(_words("runs", [directory], json=True), True))
     return rows
 
 
 def read_run(directory: PathLike) -> Run:
-    """Read a run directory, also while its run goes on. Raises ConfigError for any other path."""
+    """Read a run directory, even while the run is in progress. Raises ConfigError for any other path."""
     path = _absolute(directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
@@ -220,7 +220,7 @@ def read_run(directory: PathLike) -> Run:
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield each setting as `a.b=value` with a JSON value, which YAML reads. Raises TypeError."""
+    """Yield each setting as `a.b=value` with a JSON value, which is valid YAML. Raises TypeError."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from overrides(value, f"{prefix}{name}.")
@@ -229,7 +229,7 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number of numpy or torch, or a path, to a JSON value."""
+    """Convert a numpy or torch number, or a path, to a JSON value."""
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
@@ -268,7 +268,7 @@ def _several(paths: Paths) -> list[str]:
 
 
 def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
-    """Return the command line of a verb. In `options`, None and False omit an option, True gives it without
+    """Return the command line of a verb. In `options`, None and False omit an option, True passes it without
     a value, and a list repeats it."""
     words = verb.split()
     for name, value in {**options, "set": [*overrides(settings or {})]}.items():
@@ -279,11 +279,11 @@ def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **op
 
 
 def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
-    """Run a verb that trains in `directory`, and read its run. Raises as `train` does."""
+    """Run a training verb in `directory`, and read its run. Raises the exceptions of `train`."""
     before = _summary(directory)
     ended = _follow(words, quiet=quiet, poll=on_log and _follower(directory, on_log))
     if ended.interrupted and ended.code != 1:
-        raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
+        raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} resumes the run")
     run = _read(directory)
     if ended.code == 0:
         return run
@@ -293,7 +293,7 @@ def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None)
 
 
 def _answer(words: list[str], quiet: bool) -> str:
-    """Run a verb that does not train, and return its standard output. Raises ConfigError, RuntimeError and
+    """Run a non-training verb, and return its standard output. Raises ConfigError, RuntimeError and
     KeyboardInterrupt."""
     ended = _follow(words, quiet=quiet)
     if ended.interrupted:
@@ -304,24 +304,24 @@ def _answer(words: list[str], quiet: bool) -> str:
 
 
 def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
-    """Return a function that passes each new metrics line to `call`, whose first exception is printed."""
+    """Return a function that passes each new metrics line to `call` and prints its first exception."""
     tail, failed = files.Tail(directory / "metrics.jsonl", skip_present=True), list[Exception]()
 
     def poll() -> None:
         while (found := tail.lines())[0]:
-            for line in [] if found[1] else found[0]:  # of a replaced file: those from before a resume
+            for line in [] if found[1] else found[0]:  # a replaced file has lines from before a resume
                 try:
                     call(json.loads(line))
                 except Exception as error:
                     if not failed:
-                        sys.stderr.write(f"on_log failed; the run goes on:\n{traceback.format_exc()}")
+                        sys.stderr.write(f"on_log failed; the run continues:\n{traceback.format_exc()}")
                     failed.append(error)
 
     return poll
 
 
 def _printed_failure(ended: _Ended) -> Failure:
-    """Describe the end of a verb by its exit code and by what it printed last."""
+    """Return the failure of a verb, from its exit code and its last messages."""
     if ended.code < 0:
         return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
     if ended.code > 128:
@@ -340,10 +340,10 @@ class _Ended(NamedTuple):
 
 
 def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Ended:
-    """Run a verb of ours and print its lines; of one whose standard output is its answer, those of stderr.
-    Raises ConfigError for exit code 2.
+    """Run a verb and print its lines, or those on stderr if its standard output is the answer. Raises
+    ConfigError for exit code 2.
 
-    It has a session of its own: an interrupt of the terminal or notebook reaches only us, and is passed on.
+    It has a separate session: terminal and notebook interrupts reach only this process, which forwards them.
     """
     printed: list[str] = []
     interrupted = False
@@ -392,6 +392,6 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """Signal the verb and the processes in its session, as a terminal does."""
+    """Send a signal to the verb and all processes in its session, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -1,5 +1,5 @@
-"""Compute parameters, FLOPs, memory, peaks and quantiles of Student's t. Torch-free; the only place such
-figures are computed."""
+"""Compute parameter counts, FLOPs, memory, peak FLOP/s and quantiles of Student's t. Torch-free; no other
+module computes these."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bert_dp.config.engines import optimizer_facts
 
 GIB = 2**30
 
-# Dense matrix peak, FLOP/s, no sparsity, by (word of the device name, precision). Vendor data sheets.
-# First match wins, so longer names stand first. A device that is not here has no MFU.
+# Dense matrix peak in FLOP/s, without sparsity, by words of the device name and precision, from vendor data
+# sheets. The first match wins, so longer names come first. Devices not listed here have no MFU.
 PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
     ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}),
@@ -35,13 +35,13 @@ PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def num_parameters(model: ModelConfig, sequence_length: int) -> int:
-    """Count trainable parameters, the tied embedding once.
+    """Count trainable parameters, with the tied embedding counted once.
 
-    Crammed BERT (reference values): 119,589,889 at vocabulary 32,768.
+    Reference value: 119,589,889 for Crammed BERT with vocabulary 32,768.
     """
     h, i, layers = model.hidden_size, model.intermediate_size, model.num_layers
     if model.lstm_size:
-        return model.vocab_size * h + linear_parameters(model) + 16 * model.lstm_size  # two biases a gate
+        return model.vocab_size * h + linear_parameters(model) + 16 * model.lstm_size  # two biases per gate
     norm = h * (2 if model.norm == "layernorm" and model.norm_bias else 1)
     count = linear_parameters(model)
     if model.bias:
@@ -60,8 +60,8 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
 
 
 def linear_parameters(model: ModelConfig) -> int:
-    """Count weights of the matrix products inside the blocks, or of the four gates of both directions of a
-    BiLSTM; N_linear of the FLOP formula."""
+    """Count the weights of matrix products inside the blocks, or in the four gates of both directions of a
+    BiLSTM: N_linear in the FLOP formula."""
     h, i = model.hidden_size, model.intermediate_size
     if model.lstm_size:
         return 8 * model.lstm_size * (h + model.lstm_size)
@@ -69,10 +69,10 @@ def linear_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) -> float:
-    """Return model FLOPs of forward + backward per token: matrix products only, no recomputation.
+    """Return model FLOPs per token, forward + backward: only matrix products, without recomputation.
 
-    6 N_linear + 12 L S H + 6 H (V + H if there is a dense head) p, p = predicted share of the positions.
-    Crammed BERT at S = 128, rate 0.25: 622.9e6.
+    6 N_linear + 12 L S H + 6 H (V + H if there is a dense head) p, with p = share of predicted positions.
+    Crammed BERT at S = 128, mask rate 0.25: 622.9e6.
     """
     h = model.hidden_size
     predicted = num_masked(mask_rate, sequence_length) / sequence_length
@@ -82,7 +82,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the dense peak of a device in FLOP/s, or None when it is not known: then there is no MFU."""
+    """Return the dense peak of a device in FLOP/s, or None if it is unknown (no MFU)."""
     if "MIG" in device_name:  # a slice of the device
         return None
     for name, peaks in PEAK_FLOPS:
@@ -92,13 +92,13 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
-    """Estimate the peak of a rank in GiB, by part, eager, for the engine that runs on `world_size` ranks.
+    """Estimate the peak memory of a rank in GiB, by part, eager, with the engine for `world_size` ranks.
 
-    Weights, gradients and optimizer state as arXiv 1910.02054 counts them, divided as the engine divides
-    them; fsdp and ZeRO stage 3 gather one block beside the embedding, and without a reduction on every micro
-    batch fsdp keeps whole gradients between them.
+    Weights, gradients and optimizer state are counted as in arXiv 1910.02054 and sharded as by the engine;
+    fsdp and ZeRO stage 3 gather one block in addition to the embedding, and fsdp, which does not reduce after
+    every micro batch, keeps whole gradients in between.
 
-    It knows no device; `rank_memory_gib` does.
+    The estimate is independent of the device; see `rank_memory_gib`.
     """
     model, parallel = config.model, config.parallel
     wide, narrow = _widths(precision)
@@ -126,22 +126,22 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         weights += parameters * wide / dp
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts |= _activation_bytes(config, wide, narrow)
-    if narrow != wide:  # kept for the backward pass, also of weights that are gathered
+    if narrow != wide:  # kept for the backward pass, also for gathered weights
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
 
 
-# of a CPU rank, measured as the peak resident set of short runs of quickstart and small-text at micro batches
-# of 4 to 64, eager, torch 2.13, glibc 2.36
+# for CPU ranks, measured as the peak resident set of short runs of quickstart and small-text at micro batch
+# sizes 4 to 64, eager, torch 2.13, glibc 2.36
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # holes of glibc's heap and scratch memory of kernels, beside what one micro batch takes
+HEAP_SHARE = 0.5  # heap fragmentation (glibc) and kernel scratch memory, relative to one micro batch
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
-    """Estimate the peak of a rank by part: of its GPU's memory, or of its resident set on a CPU.
+    """Estimate the peak memory of a rank in GiB, by part: GPU memory, or resident set on a CPU.
 
-    On a CPU it adds the program, the heap's holes, and rank 0's copy of the state that a checkpoint is
-    written from.
+    The CPU estimate adds the program, heap fragmentation, and rank 0's copy of the state for writing
+    checkpoints.
     """
     parts = memory_estimate_gib(config, precision, world_size)
     if on_gpu:
@@ -151,12 +151,12 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
     tokens = config.batch.micro_size * length
     layers = 1 if config.parallel.activation_checkpointing else model.num_layers
     more = 0.0
-    if model.norm == "rmsnorm":  # several operations on a CPU, which keep the normed input before its scale
+    if model.norm == "rmsnorm":  # several operations on a CPU, which keep the normed input before scaling
         more += 2 * layers * model.hidden_size * wide
-    if precision == "bf16" and not model.attention_dropout:  # attention's probabilities are written out
+    if precision == "bf16" and not model.attention_dropout:  # attention probabilities are materialized
         more += layers * model.num_heads * length * narrow / config.parallel.tensor
     parts["activations"] += tokens * more / GIB
-    # without checkpoints the weights alone, which a run begins from
+    # without checkpoints, only the initial weights are copied
     parameters = num_parameters(model, length)
     copied: float = parameters
     if config.checkpoint.keep:
@@ -166,22 +166,22 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
 
 
 def _moments(config: Config, parameters: float) -> float:
-    """Count the optimizer's numbers for `parameters`."""
+    """Return the number of optimizer state values for `parameters` parameters."""
     missing = 2 - optimizer_facts(config.optim.name).matrix_moments
     return 2 * parameters - missing * linear_parameters(config.model)
 
 
 def _widths(precision: str) -> tuple[int, int]:
-    """Return the bytes of a parameter, and of what autocast computes in."""
+    """Return the bytes per value of parameters and of the autocast dtype."""
     return (8 if precision == "fp64" else 4), {"fp32": 4, "fp64": 8}.get(precision, 2)
 
 
 def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
-    """Estimate what autograd saves of one micro batch: per token two residual inputs of norms as wide as
-    parameters (2 bytes where model.residual_dtype narrows them), and in the compute width the normed inputs,
-    QKV, rotated Q and K, attention output and the MLP's intermediates, of which tensor parallelism divides
-    all but the normed inputs. The head holds logits in the compute width and, in fp32, log-probabilities and
-    their gradient. Activation checkpointing keeps one block's, and all inputs."""
+    """Estimate the bytes that autograd saves for one micro batch. Per token and block: two residual inputs of
+    norms, as wide as parameters (2 bytes with model.residual_dtype: bf16), and in the compute width normed
+    inputs, QKV, rotated Q and K, attention output and MLP intermediates, of which tensor parallelism shards
+    all except the normed inputs. Head: logits in the compute width, and log-probabilities and their gradient
+    in fp32. With activation checkpointing: one block, and the inputs of all blocks."""
     model, tensor = config.model, config.parallel.tensor
     h, i = model.hidden_size, model.intermediate_size
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
@@ -189,7 +189,7 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
     residual = 2 if model.residual_dtype == "bf16" else wide
     a_block = 2 * residual * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
-    if model.attention_dropout:  # written out: scores, probabilities, and what was dropped of them
+    if model.attention_dropout:  # materialized: scores, probabilities before and after dropout, and the mask
         length = config.data.sequence_length
         a_block += model.num_heads * length * (3 * narrow + 1) / tensor
     saved = model.num_layers * a_block
@@ -200,21 +200,21 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
     return {"activations": tokens * saved, "logits": logits}
 
 
-ITERATIONS = 40  # of Newton's method; about ten suffice
+ITERATIONS = 40  # limit for Newton's method; about ten suffice
 
 
 @functools.cache
 def student(degrees: int, level: float = 0.95) -> float:
     """Return the two-sided quantile t of Student's distribution, P(|T| <= t) = level.
 
-    With theta = atan(t / sqrt(degrees)) the density is proportional to cos(theta)^(degrees - 1). Its integral
-    (Gauss-Legendre) is concave in theta, so Newton's method from 0 rises to the solution.
+    With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
+    integral (Gauss-Legendre) is concave in theta, so Newton's method from 0 rises to the solution.
     """
     import numpy as np
 
     nodes, weights = np.polynomial.legendre.leggauss(40)
     log_ratio = math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)
-    wanted = level * math.sqrt(math.pi) / 2 * math.exp(log_ratio)  # of the integral from 0 to pi / 2
+    wanted = level * math.sqrt(math.pi) / 2 * math.exp(log_ratio)  # share of the integral from 0 to pi / 2
     theta = 0.0
     for _ in range(ITERATIONS):
         integral = theta / 2 * float(weights @ np.cos(theta / 2 * (nodes + 1)) ** (degrees - 1))

@@ -1,4 +1,4 @@
-"""Compute the batch equation, its ramp, the progress of a run in its budget, and its peak learning rate."""
+"""Compute the batch equation and ramp, a run's progress through its budget, and its peak learning rate."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# arXiv 1904.00962, table 2: one rule for batches 512 to 32,768
+# arXiv 1904.00962, table 2: one rule for batch sizes from 512 to 32,768
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
 
 
 class BatchLayout(BaseModel):
-    """Hold the batch equation of one world size: global = micro x accumulation x dp."""
+    """Batch equation for one world size: global = micro x accumulation x dp."""
 
     model_config = ConfigDict(frozen=True)
     world_size: int
     tensor: int
-    """Ranks of one replica."""
+    """Ranks per replica."""
     dp: int
     micro_size: int
     grad_accum_steps: int
@@ -29,7 +29,7 @@ class BatchLayout(BaseModel):
 
     @property
     def samples_per_micro_step(self) -> int:
-        """Sequences of one forward/backward over all replicas."""
+        """Sequences per forward/backward pass, over all replicas."""
         return self.micro_size * self.dp
 
     def __str__(self) -> str:
@@ -38,12 +38,12 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Compute the accumulation of `world_size` ranks at the declared global batch.
+    """Compute the gradient accumulation that gives the declared global batch on `world_size` ranks.
 
-    Raises ConfigError, naming the nearest batches that divide, when it does not.
+    Raises ConfigError if the global batch does not divide, and suggests the nearest sizes that do.
     """
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
-    micro_step = batch.micro_size * dp  # samples of one forward/backward over all replicas
+    micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
     name, value, near, or_else = "batch.global_size", batch.global_size, list[int](), ""
     if value % micro_step:
@@ -56,7 +56,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     issues: list[Issue] = []
     if near:
         step = f"batch.micro_size {batch.micro_size} x {dp} replicas = {micro_step}"
-        hint = f"nearest that are: {', '.join(str(n) for n in near if n)}{or_else}"
+        hint = f"nearest multiples: {', '.join(str(n) for n in near if n)}{or_else}"
         message = f"{value} is not a multiple of {step}"
         issues.append(Issue(name, "does_not_divide", message, value, "batch.micro_size", hint))
     issues += parallel_issues(config, world_size) + residual_issues(config, config.precision)
@@ -74,8 +74,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget.
-    `spent`: seconds of a budget in hours, share of one in dollars or kWh."""
+    """Return progress f in [0, 1]: consumed / declared, in the budget's unit; for epochs see with_budget.
+    `spent`: seconds for a budget in hours; share of the budget for dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -87,8 +87,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Convert schedule.epochs, if it is set, to the tokens of so many passes over `num_samples` training
-    sequences; of finetuning, whose examples differ in length, to whole steps."""
+    """Convert schedule.epochs, if set, to the tokens in that many passes over `num_samples` training
+    sequences, or to whole steps in finetuning, because examples differ in length."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -101,7 +101,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the sequences of the step that starts at progress f: a linear ramp in declared quanta."""
+    """Return the number of sequences in the step that starts at progress f: a linear ramp in quanta."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -117,8 +117,8 @@ class PeakLr(NamedTuple):
 def peak_lr(config: Config) -> PeakLr:
     """Compute the peak learning rate of a run; return it with its equation.
 
-    optim.lr: auto = the untuned LAMB rule. lr_scaling: sqrt keeps the noise of Adam, LAMB and Muon updates
-    per sample (arXiv 2205.10287), linear is the rule of plain SGD (arXiv 1706.02677).
+    optim.lr: auto = the untuned LAMB rule. lr_scaling: sqrt keeps the noise per sample constant for Adam,
+    LAMB and Muon updates (arXiv 2205.10287); linear is the rule for plain SGD (arXiv 1706.02677).
     """
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":

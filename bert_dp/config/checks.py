@@ -1,5 +1,5 @@
-"""Checks before anything starts: settings that do not fit together, have no effect or have changed; classes
-of transformers, precisions, profiled steps and CPUs that a run needs."""
+"""Check a configuration before a run: settings that conflict, have no effect or have changed. Also choose
+the precision and the transformers class, read CPU features, and check which steps to profile."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from bert_dp.config.schema import (
 )
 
 Kind = Literal["mlm", "classifier", "encoder"]
-"""What is exported: with the head that predicts tokens, with that of labels, or without one."""
-BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags, as Linux names them
+"""Exported model: with the masked-token head, with the classification head, or without a head."""
+BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags as in /proc/cpuinfo
 
 
 def parallel_issues(config: Config, world_size: int) -> list[Issue]:
-    """Check that this engine can train this model with this optimizer on `world_size` ranks."""
+    """Check that the engine can train the model with the optimizer on `world_size` ranks."""
     parallel, optim = config.parallel, config.optim.name
     engine, tensor = parallel.engine, parallel.tensor
     facts = engine_facts(engine)
@@ -52,7 +52,7 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         issues.append(Issue(setting, "does_not_divide", message, replicas, "--nproc", hint))
     needs = optimizer_facts(optim).needs
     if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
-        message, hint = "an optimizer of your own needs whole replicas", "use ddp without parallel.tensor"
+        message, hint = "a custom optimizer needs whole replicas", "use ddp without parallel.tensor"
         issues.append(Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint))
     if config.task is not None and tensor > 1:
         message = f"{tensor} works with bert-dp's own models only"
@@ -61,14 +61,14 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         other, value, hint = "parallel.engine", str(engine), "use ddp or zero1"
         if tensor > 1:
             other, value, hint = "parallel.tensor", str(tensor), "use parallel.tensor: 1"
-        message = f"{optim} multiplies whole matrices and {other}: {value} divides them"
+        message = f"{optim} multiplies whole matrices, but {other}: {value} shards them"
         issues.append(Issue("optim.name", "conflict", message, optim, other, hint))
     if needs == "tensor_norms" and facts.flattens and sharded(engine, parallel.zero_stage):
-        message = f"{optim} needs the norms of whole tensors and DeepSpeed ZeRO flattens them"
+        message = f"{optim} needs the norms of whole tensors, but DeepSpeed ZeRO flattens them"
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
         issues.append(Issue("optim.name", "conflict", message, optim, "parallel.engine", hint))
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
-        message = f"fp16 loses small gradients without a loss scale, and precision is {config.precision}"
+        message = f"fp16 loses small gradients without a loss scale, but precision is {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
         issues.append(Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint))
     if config.model.lstm_size:
@@ -90,8 +90,8 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
 
 
 def rank_sets(config: Config, world_size: int) -> dict[str, int]:
-    """Return the sizes of the sets of consecutive ranks that must share a node, by setting: those of a
-    replica exchange in every layer, those that divide weights in every block."""
+    """Return, by setting, the sizes of the sets of consecutive ranks that must share a node. Ranks of one
+    replica communicate in every layer; ranks that shard weights communicate in every block."""
     parallel = config.parallel
     sets = {"parallel.tensor": parallel.tensor}
     if "fsdp_replicas" in engine_facts(parallel.engine).settings and parallel.fsdp_replicas > 1:
@@ -100,8 +100,8 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find sets of ranks that are spread over nodes, at most one for each setting. `nodes`: the node of each
-    rank, shown up to a slash. `sets`: see rank_sets."""
+    """Find sets of ranks spread over several nodes, at most one per setting. `nodes`: node name of each rank;
+    messages show the part before a slash. `sets`: see rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -110,7 +110,7 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
                 ranks = ", ".join(map(str, range(first, first + size)))
                 hosts = ", ".join(node.partition("/")[0] for node in over)
                 message = f"sets of {size} ranks must share a node; ranks {ranks} are spread over {hosts}"
-                hint = f"start a multiple of {size} ranks on every node, numbered node by node"
+                hint = f"start a multiple of {size} ranks on each node, with consecutive numbers per node"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
     return issues
@@ -121,7 +121,7 @@ def residual_issues(config: Config, precision: str) -> list[Issue]:
     if config.model.residual_dtype == "full" or precision in ("auto", "bf16"):
         return []
     decided = " (auto)" if config.precision == "auto" else ""
-    message = f"bf16 needs blocks that compute in bf16, and precision{decided} is {precision}"
+    message = f"bf16 needs blocks that compute in bf16, but precision{decided} is {precision}"
     hint = "use model.residual_dtype: full, or precision: bf16"
     return [Issue("model.residual_dtype", "conflict", message, "bf16", "precision", hint)]
 
@@ -146,17 +146,17 @@ def _tensor_issues(config: Config, world_size: int) -> list[Issue]:
 
 
 def finetune_issues(config: Config) -> list[Issue]:
-    """Check the settings that do not go with labelled examples."""
+    """Find settings that conflict with labelled examples."""
     if not config.has_examples:
         return []
     issues = []
     labels, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and labels < 1 + (kind == "single_label"):
-        hint = "name them, or use `bert-dp finetune`, which takes them from the data"
+        hint = "list them, or use `bert-dp finetune`, which reads them from the data"
         message = f"{labels} names for a {kind} task"
         issues.append(Issue("finetune.labels", "missing", message, labels, hint=hint))
     if config.distill.loss == "kl" and kind != "single_label":
-        message, hint = f"kl compares the probabilities of classes, and the task is {kind}", "use mse"
+        message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
         issues.append(Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint))
     try:
         finetuned_head(config.model, config.finetune)
@@ -187,14 +187,14 @@ def noise_issues(config: Config, dp: int) -> list[Issue]:
     if dp == 1 and batch.global_size <= batch.micro_size:
         fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
         fix = f"batch.micro_size: {fits[-1]}, " if fits else ""
-        message = "true, but one replica with accumulation 1 has one batch and two are compared"
+        message = "true, but it compares two batches, and one replica with accumulation 1 has only one"
         hint = f"use {fix}more ranks, or log.noise_scale: false"
         return [Issue("log.noise_scale", "conflict", message, True, "batch.micro_size", hint)]
     return []
 
 
 def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
-    """Find settings that were given explicitly and change nothing in this run. `ranks`: None = not known."""
+    """Find settings that were given explicitly but have no effect in this run. `ranks`: None = unknown."""
     parallel, optim = config.parallel, config.optim
     engine = "single" if parallel.engine == "auto" and ranks == 1 else parallel.engine
     choices: dict[str, tuple[str, str, tuple[str, ...], Mapping[str, Any]]] = {
@@ -230,7 +230,7 @@ def _yaml_word(value: object) -> str:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that differ from those of a saved configuration and may not when a run goes on."""
+    """Find settings that differ from a saved configuration but may not change when its run resumes."""
     free = {path for path, _, marks in all_settings() if FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
@@ -240,7 +240,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
 
 
 def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (setting, its old value, its new value) of two saved configurations."""
+    """Return (setting, old value, new value) for each difference between two saved configurations."""
     before, after = flat(old), flat(new)
     return [
         (key, before.get(key), after.get(key))
@@ -250,9 +250,9 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings with which weights trained under the configuration `old` are not this model's.
+    """Find settings that make weights trained under the configuration `old` unusable in the new model.
 
-    Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
+    Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing.
     """
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in all_settings() if path.startswith("model.")]
@@ -263,8 +263,8 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
         fixed.append("optim.name")
     issues = []
     if (own := old.get("task")) != new.task:
-        message = f"the model there is that of task {own}, which is code of your own"
-        issues.append(Issue("run.init_from", "conflict", message, source, "task", "name another run"))
+        message = f"its model belongs to task {own}"
+        issues.append(Issue("run.init_from", "conflict", message, source, "task", "choose another run"))
     for name in fixed:
         if (was := before.get(name)) != after[name]:
             message = f"{after[name]!r}, but run.init_from {source} was trained with {was!r}"
@@ -274,7 +274,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by `key.key`."""
+    """Flatten nested mappings to values by `key.key`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{above}{key}"
@@ -282,7 +282,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return leaves
 
 
-# --- classes of transformers
+# --- transformers classes
 
 _CLASSES = {
     ("rope", "layernorm", "pre"): "ModernBERT",
@@ -290,25 +290,25 @@ _CLASSES = {
     ("learned", "layernorm", "pre"): "RobertaPreLayerNorm",
     ("learned", "layernorm", "post"): "BERT",
 }
-# what a class computes whatever its configuration says: setting -> the only value that it holds
+# fixed in a class, whatever its configuration says: setting -> the only supported value
 _HOLDS: dict[str, dict[str, Any]] = {
     "ModernBERT": {"mlp": "geglu", "first_attention_norm": False, "token_types": 0},
     "EuroBERT": {"mlp": "geglu", "first_attention_norm": True, "token_types": 0, "local_attention": 0},
 }
 _BERTS = ("BERT", "RoBERTa", "RobertaPreLayerNorm")
 _HOLDS |= {name: {"mlp": "gelu", "first_attention_norm": True, "local_attention": 0} for name in _BERTS}
-_OTHERWISE = "use `bert-dp export onnx`, which holds any run"
+_OTHERWISE = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the architecture of transformers with these positions and norms, if there is one."""
+    """Return the transformers architecture with these positions and norms, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
 
 def finetuned_head(model: ModelConfig, finetune: FinetuneConfig) -> str:
-    """Return "recipe", or the architecture of transformers whose head a classifier has. Raises ConfigError
-    for finetune.head: native of a model without one."""
+    """Return the kind of classification head: "recipe", or the transformers architecture that defines it.
+    Raises ConfigError for finetune.head: native if the model has no transformers class."""
     name = native_class(model)
     if finetune.head == "native" and name is None:
         other = f"model.position: {model.position} with model.norm: {model.norm}"
@@ -318,17 +318,17 @@ def finetuned_head(model: ModelConfig, finetune: FinetuneConfig) -> str:
 
 
 def native_issues(config: Config, kind: Kind) -> list[Issue]:
-    """Find settings that no class of transformers can hold."""
+    """Find settings that no transformers class supports."""
     model, finetune = config.model, config.finetune
     name = native_class(model)
     if model.lstm_size:
         message, hint = "transformers has no class for a BiLSTM", "use `bert-dp export onnx`"
         return [Issue("model.lstm_size", "unsupported", message, model.lstm_size, hint=hint)]
     if name is None:
-        message = f"{model.position} with model.norm: {model.norm}, and no class of transformers has both"
+        message = f"{model.position}, but no transformers class has it with model.norm: {model.norm}"
         return [Issue("model.position", "unsupported", message, model.position, "model.norm", _OTHERWISE)]
     if kind == "classifier" and finetune.head == "recipe":
-        message = "recipe, which no class of transformers has"
+        message = "recipe, which no transformers class has"
         hint = f"finetune with finetune.head: native, or {_OTHERWISE}"
         return [Issue("finetune.head", "unsupported", message, finetune.head, hint=hint)]
     holds = {f"model.{field}": only for field, only in _HOLDS[name].items()}
@@ -341,23 +341,23 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
     issues = []
     for path, only in holds.items():
         if (value := value_at(config, path)) != only:
-            message = f"{_yaml_word(value)}, but {name} has {_yaml_word(only)} alone"
-            without_head = ", or --encoder, which leaves the head out" if path == "model.head" else ""
+            message = f"{_yaml_word(value)}, but {name} supports only {_yaml_word(only)}"
+            without_head = ", or --encoder, which omits the head" if path == "model.head" else ""
             issues.append(Issue(path, "unsupported", message, value, hint=_OTHERWISE + without_head))
     return issues
 
 
 def export_formats(config: Config) -> str:
-    """Name what a run can be exported to, and the settings for which transformers has no class."""
+    """List the formats a run can be exported to, and the settings that transformers does not support."""
     if config.task is not None:
-        return "none, as its model is the task's own"
+        return "none: its model belongs to a custom task"
     if config.model.lstm_size:
         return "ONNX"
     name, graphs = native_class(config.model), "ONNX, AOTInductor"
     if not (issues := native_issues(config, "classifier" if config.has_examples else "mlm")):
-        return f"{name} of transformers, {graphs}"
+        return f"transformers {name}, {graphs}"
     if not native_issues(config, "encoder"):
-        graphs += f", without its head {name} of transformers"
+        graphs += f", transformers {name} without the head"
     return f"{graphs}; transformers has no class for {', '.join(issue.setting for issue in issues)}"
 
 
@@ -367,8 +367,8 @@ def export_formats(config: Config) -> str:
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Resolve `precision: auto`: `kept`, which a checkpoint was trained in, else bf16 where every rank's
-    device multiplies it (`has_bf16`) and every engine takes it, else fp16 on a GPU and fp32 on a CPU."""
+    """Resolve `precision: auto`: the checkpoint's precision (`kept`), else bf16 if every rank's device has
+    bf16 matrix products (`has_bf16`) and every engine supports it, else fp16 on a GPU and fp32 on a CPU."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -379,8 +379,8 @@ def decide_precision(
 
 
 def cpu_field(name: str, root: Path = Path("/")) -> str:
-    """Read the first value of a field of /proc/cpuinfo ("flags", "vendor_id", "model name"); "" where there
-    is none. `root`: the directory that holds proc/."""
+    """Read the first value of a field in /proc/cpuinfo ("flags", "vendor_id", "model name"); "" if there
+    is none. `root`: the parent directory of proc/."""
     text = ""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -389,7 +389,7 @@ def cpu_field(name: str, root: Path = Path("/")) -> str:
 
 
 def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return those of BF16_UNITS that this machine's CPU has; () also without a /proc/cpuinfo."""
+    """Return the BF16_UNITS of this machine's CPU; () if it has none or there is no /proc/cpuinfo."""
     flags = cpu_field("flags", root).split()
     return tuple(unit for unit in BF16_UNITS if unit in flags)
 
@@ -399,14 +399,14 @@ def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePlan:
-    """Select steps `first` to `last`, counted from 1 as in metrics.jsonl, on `ranks` for torch.profiler."""
+    """Steps `first` to `last` (from 1, as in metrics.jsonl) on `ranks` to record with torch.profiler."""
 
     first: int
     last: int
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's options, for those of the ranks that there are: a restart may have fewer."""
+        """Return the worker's options, limited to existing ranks because a restart may have fewer."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
@@ -425,14 +425,14 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
-    """Find profiled steps and ranks that a run of `world_size` ranks and `steps` steps (None = not known
-    before it ends) does not have when it goes on after `done` of them."""
+    """Find profiled steps and ranks outside a run of `world_size` ranks and `steps` steps (None = not known
+    in advance) that starts after `done` steps."""
     issues = []
     if steps is not None and plan.last > steps:
         message, hint = f"step {plan.last} is beyond this run's {steps}", f"end at {steps + 1} at most"
         issues.append(Issue("--profile", "out_of_range", message, plan.last, hint=hint))
     if plan.first <= done:
-        message = f"step {plan.first} is done, the run goes on with step {done + 1}"
+        message = f"step {plan.first} is done, the run resumes at step {done + 1}"
         issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="start there"))
     if missing := [rank for rank in plan.ranks if rank >= world_size]:
         message = f"no rank {', '.join(map(str, missing))}, this run has 0 to {world_size - 1}"

@@ -1,6 +1,6 @@
-"""Facts about each engine and optimizer that checks, cost, plan, scale and advice read. Torch-free.
+"""Describe each engine and optimizer for checks, cost, plan, scale and advice. Torch-free.
 
-An engine is a row here and a file `bert_dp/parallel/NAME.py`; an optimizer is a row here and its file.
+Each engine has a row here and a file `bert_dp/parallel/NAME.py`; each optimizer has a row here and its file.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")  # in the o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """One row of `ENGINES`; a field that is left out has the value of plain data parallelism."""
+    """One row of `ENGINES`; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """State that is divided over the replicas; with `stages`, the first `parallel.zero_stage` of these."""
+    """State sharded over the replicas; with `stages`, the first `parallel.zero_stage` of these."""
     stages: bool = False
     settings: tuple[str, ...] = ()
-    """Fields of `parallel` that it reads, beside engine, tensor and activation_checkpointing."""
+    """Fields of `parallel` that the engine reads, besides engine, tensor and activation_checkpointing."""
     min_ranks: int = 1
     max_ranks: int | None = None
     tensor: bool = False
-    """Composes with tensor parallelism."""
+    """Can be combined with tensor parallelism."""
     whole_tensors: bool = True
-    """The optimizer sees whole tensors, as Muon needs."""
+    """The optimizer sees whole tensors, as Muon requires."""
     flattens: bool = False
-    """Sharded optimizer state is one flat vector, which hides the norms of tensors that LAMB needs."""
+    """Sharded optimizer state is one flat vector, which hides the tensor norms that LAMB needs."""
     refused_precisions: tuple[str, ...] = ()
     noise_scale: bool = False
-    """Gradients at two batch sizes are visible, as `log.noise_scale` needs."""
+    """Gradients are visible at two batch sizes, as `log.noise_scale` requires."""
     meets_in_forward: bool = False
-    """Ranks wait for each other within forward and backward, so a rank's own compute time is hidden."""
+    """Ranks wait for each other during forward and backward, which hides a rank's own compute time."""
     master_copy: bool = False
-    """The owner of an optimizer shard keeps its own copy of the weights (ZeRO stages 1 and 2)."""
+    """The owner of an optimizer shard keeps a separate copy of its weights (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
-    """Gradients are whole between the micro batches of a step, although they are sharded at its end."""
+    """Gradients stay whole between the micro batches of a step and are sharded at its end."""
     package: str | None = None
-    """Package that it wraps: the extra of this name in pyproject.toml."""
+    """Package that the engine wraps, and the extra of the same name in pyproject.toml."""
     benchmarked: bool = True
-    """`scale --engines` takes it by name."""
+    """`scale --engines` accepts it."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """(end of a file's path, function) that only waits for a collective -> name of the collective."""
+    """(end of a file's path, function that only waits for a collective) -> name of the collective."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -89,13 +89,13 @@ def engine_facts(engine: str) -> EngineFacts:
 
 
 def sharded(engine: str, zero_stage: int) -> tuple[Shard, ...]:
-    """State that `engine` divides over the replicas."""
+    """Return the state that `engine` shards over the replicas."""
     facts = engine_facts(engine)
     return facts.shards[:zero_stage] if facts.stages else facts.shards
 
 
 def benchmark_names() -> tuple[str, ...]:
-    """Names of `scale --engines`: an engine with stages has one for each, such as deepspeed-2."""
+    """List the names for `scale --engines`; an engine with stages has one per stage, such as deepspeed-2."""
     names: list[str] = []
     for engine, facts in ENGINES.items():
         if facts.benchmarked:
@@ -104,20 +104,20 @@ def benchmark_names() -> tuple[str, ...]:
 
 
 def computes_alone(engine: str, tensor: int) -> bool:
-    """True if a rank's time before any reduction is its own: other ranks' delays are not in it."""
+    """Return True if a rank's time before the first reduction excludes the delays of other ranks."""
     return tensor == 1 and not engine_facts(engine).meets_in_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """One row of `OPTIMIZERS`; a field that is left out has AdamW's value."""
+    """One row of `OPTIMIZERS`; the defaults describe AdamW."""
 
     settings: tuple[str, ...] = ()
-    """Fields of `optim` that it alone reads."""
+    """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """What its update reads of a tensor beside the elements at hand."""
+    """Data beyond a shard's elements that the update needs."""
     matrix_moments: int = 2
-    """Numbers of optimizer state for an element of a block's matrix; every other element has 2."""
+    """Optimizer state values per element of a matrix in a block; every other element has 2."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -129,5 +129,5 @@ OWN_OPTIMIZER = OptimizerFacts(needs="replicas")
 
 
 def optimizer_facts(name: str) -> OptimizerFacts:
-    """Look up an optimizer by `optim.name`; of one that is a user's own code memory is that of AdamW."""
+    """Look up an optimizer by `optim.name`. A user's own optimizer is assumed to need AdamW's memory."""
     return OPTIMIZERS.get(name, OWN_OPTIMIZER)

@@ -1,5 +1,5 @@
-"""Problems of a configuration, option, file or missing package, the exception that carries them, and the
-reader of files that others made: regular, of limited size, one line for each problem."""
+"""Define issues (a problem with a setting, option, file or package) and ConfigError, and read untrusted
+files: regular files of limited size, with one line per problem."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-MAX_JSON_BYTES = 2**28  # of a file: a manifest takes 20 KB for 4 GB of shards
+MAX_JSON_BYTES = 2**28  # of a file; the manifest of 4 GB of shards is 20 KB
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 IssueKind = Literal[
-    "missing",  # a value, file or column that is needed was not given
+    "missing",  # a required value, file or column was not given
     "unknown",  # no setting, task, column or format has this name
     "wrong_type",
     "out_of_range",
@@ -31,8 +31,8 @@ IssueKind = Literal[
     "no_effect",
     "does_not_divide",
     "not_found",  # the file or directory does not exist or cannot be opened
-    "exists",  # the output directory is in use or holds something else
-    "damaged",  # the contents of a file are not what its format requires
+    "exists",  # the output directory is in use or contains something else
+    "damaged",  # the contents of a file violate its format
     "needs_package",
     "unsupported",  # valid, but not implemented for this combination or this machine
 ]
@@ -43,12 +43,12 @@ class Issue:
     """One problem that the user can fix."""
 
     setting: str
-    """Dotted setting, option or file; empty if the problem belongs to none."""
+    """Dotted setting, option or file; empty if none applies."""
     kind: IssueKind
     message: str
     value: Any = None
     other: str | None = None
-    """The setting or file that it conflicts with."""
+    """Conflicting setting or file."""
     hint: str | None = None
     """The fix."""
 
@@ -57,7 +57,7 @@ class Issue:
         return f"{line}; {self.hint}" if self.hint else line
 
     def within(self, outer: str) -> Issue:
-        """Return the issue as one of `outer`, the setting or file in which it was found."""
+        """Return the issue as one of `outer`, the setting or file that contains it."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
 
@@ -70,7 +70,7 @@ class Issue:
 
 
 class ConfigError(ValueError):
-    """Input that cannot be used. `issues` holds every problem found."""
+    """Unusable input. `issues` lists every problem found."""
 
     def __init__(self, issues: Sequence[Issue]):
         self.issues = tuple(issues)
@@ -92,8 +92,8 @@ def require(module: str, extra: str, what: str) -> Any:
 
 
 def install_command(extra: str) -> str:
-    """Return `pip install` with the requirements of an extra of pyproject.toml, as in `pip install
-    'rensa>=0.5'`, or with the extra's name where bert-dp itself is not installed."""
+    """Return the `pip install` command for the requirements of an extra in pyproject.toml, as in `pip install
+    'rensa>=0.5'`, or for the extra's name if bert-dp itself is not installed."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
@@ -102,21 +102,21 @@ def install_command(extra: str) -> str:
     return "pip install " + " ".join(f"'{name}'" for name in needed or [extra])
 
 
-# --- files that others made
+# --- untrusted files
 
 
 class StoredModel(BaseModel):
-    """Model a part of a file: numbers are finite and of their declared type, unknown keys are ignored."""
+    """Base model for part of a file: numbers are finite and strictly typed, unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Describe the first eight problems of a file, one a line: place, problem and, if short, the value."""
+    """Describe the first eight problems of a file, one per line: place, problem and any scalar value."""
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
-        line = problem["msg"].removeprefix("Value error, ")  # pydantic's words before ours
+        line = problem["msg"].removeprefix("Value error, ")  # added by pydantic
         if isinstance(problem["input"], (str, int, float, type(None))):
             line += f", got {ascii(problem['input'])[:80]}"
         lines.append(f"{path}: {line}" if path else line)
@@ -125,8 +125,8 @@ def problem_lines(error: ValidationError) -> list[str]:
 
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
-    """Raise ConfigError for an OSError, ValueError or RecursionError of reading a file. `setting`: option or
-    file; `what`: the file or its part, where `setting` does not name it."""
+    """Convert an OSError, ValueError or RecursionError from reading a file to ConfigError. `setting`: option
+    or file; `what`: the file, or part of it, if `setting` does not identify it."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:
@@ -138,7 +138,7 @@ def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[
     except ValidationError as error:
         problems = problem_lines(error)
     except RecursionError:
-        problems = ["is nested too deep"]
+        problems = ["is nested too deeply"]
     except ValueError as error:
         problems = [str(error)]
     if problems:
@@ -147,11 +147,11 @@ def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file of at most `most_bytes`. Raises OSError for a larger one, for a path that cannot
-    be one, and for a pipe or a device, which may never end."""
+    """Read a regular file of at most `most_bytes`. Raises OSError for a larger file, an invalid path, and a
+    pipe or device, whose content may be endless."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    except ValueError as error:  # a NUL, or what is not UTF-8
+    except ValueError as error:  # a NUL, or not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with file:
         status = os.fstat(file.fileno())
@@ -163,6 +163,6 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Return the hex digest of a file. Raises OSError."""
+    """Return the hex SHA-256 of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

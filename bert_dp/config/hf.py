@@ -1,4 +1,4 @@
-"""Translate config.json of an encoder of transformers into our settings of the model."""
+"""Translate the config.json of a transformers encoder to `model` settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from bert_dp.config.errors import ConfigError, Issue, read_regular, refusing, sha256
 from bert_dp.config.schema import Config, DataConfig
 
-HF = "hf:"  # before a directory in the format of transformers
+HF = "hf:"  # prefix of a directory in transformers format
 MAX_CONFIG_BYTES = 2**22
 DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
 WEIGHTS, EXPORTED = "model.safetensors", "export.json"
 TOKENIZER = "tokenizer.json"
-"""The tokenizer's file: in a run directory, and a copy in each of its checkpoints and exports."""
+"""File name of the tokenizer in a run directory and, as a copy, in its checkpoints and exports."""
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -25,14 +25,14 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "intermediate_size": "intermediate_size",
 }
-"""Our setting -> field of config.json, which always has it."""
+"""Our setting -> required field of config.json."""
 BERT_FIELDS = {
     "token_types": ("type_vocab_size", 2),
     "norm_eps": ("layer_norm_eps", 1e-12),
     "dropout": ("hidden_dropout_prob", 0.1),
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
-"""Our setting -> field of config.json, and the value where it has none."""
+"""Our setting -> (optional field of config.json, its default)."""
 MODERNBERT_FIELDS = {
     "norm_eps": ("norm_eps", 1e-5),
     "norm_bias": ("norm_bias", False),
@@ -59,7 +59,7 @@ MODERNBERT_SHAPE: dict[str, Any] = {
     "first_attention_norm": False,
     "token_types": 0,
 }
-# field of config.json -> the only value that our models have
+# field of config.json -> the only value that our models support
 FIXED: dict[str, Any] = {
     "tie_word_embeddings": True,
     "hidden_act": "gelu",
@@ -72,28 +72,28 @@ THETAS = {
     "full_attention": ("rope_theta", "global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", "local_rope_theta", 10_000.0),
 }
-"""Kind of layer -> our setting, its field before transformers 5, and the default."""
-ROBERTAS = ("roberta", "roberta-prelayernorm")  # count positions from the padding token's id + 1
+"""Kind of layer -> (our setting, field before transformers 5, default)."""
+ROBERTAS = ("roberta", "roberta-prelayernorm")  # positions start at the padding token's id + 1
 FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
 
 @dataclasses.dataclass(frozen=True)
 class HfEncoder:
-    """Describe a directory in the format of transformers."""
+    """Encoder in a directory in transformers format."""
 
     directory: Path
     model: dict[str, Any]
-    """Our settings of its model."""
+    """`model` settings, translated from config.json."""
     head_bias: bool
-    """Of the dense layer before the decoder."""
+    """True if the dense layer before the decoder has a bias."""
 
     @property
     def tokenizer(self) -> Path:
-        """Path of its tokenizer, which may be absent."""
+        """Path of the tokenizer file, which may not exist."""
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return the settings that it gives a configuration; every other level overrides them."""
+        """Return the settings derived from the directory; every other configuration level overrides them."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -101,7 +101,7 @@ class HfEncoder:
 
 
 def hf_directory(init_from: str | None) -> Path | None:
-    """Return DIR of hf:DIR."""
+    """Return DIR of hf:DIR, or None for any other value."""
     if init_from is None or not init_from.startswith(HF):
         return None
     return Path(init_from.removeprefix(HF)).expanduser()
@@ -135,7 +135,7 @@ def read_hf(directory: Path) -> HfEncoder:
 
 
 def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the sizes of config.json and its `optional` fields by our settings."""
+    """Return the sizes and `optional` fields of config.json, keyed by our settings."""
     sizes = {ours: settings[theirs] for ours, theirs in SIZES.items()}
     return sizes | {ours: settings.get(theirs, default) for ours, (theirs, default) in optional.items()}
 
@@ -175,12 +175,12 @@ def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _global_every(kinds: list[str]) -> int:
-    """Return the distance between global layers; the first layer is global."""
+    """Return the distance between global layers, starting at the first layer."""
     return kinds.index("full_attention", 1) if "full_attention" in kinds[1:] else len(kinds)
 
 
 def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
-    """Yield each property of config.json that our model does not compute."""
+    """Yield each property of config.json that our model does not support."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
             yield f"{name} is {value!r:.80}, our models support only {only}"
@@ -200,7 +200,7 @@ def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
 
 
 def hf_issues(directory: Path, config: Config) -> list[Issue]:
-    """Find why a run does not begin with the weights in `directory`: an issue for each setting."""
+    """Find settings that prevent a run from starting with the weights in `directory`."""
     try:
         encoder = read_hf(directory)
     except ConfigError as error:
@@ -211,13 +211,13 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
     for name, value in encoder.model.items():
         if (ours := getattr(config.model, name)) != value and name not in free:
             message = f"{ours}, but {directory} has {value}"
-            hint = "leave it out: it follows from config.json"
+            hint = "omit it: it follows from config.json"
             issues.append(Issue(f"model.{name}", "conflict", message, ours, "run.init_from", hint))
     if not own_head and encoder.head_bias != config.model.bias:
         reason = "classifier_bias differs from attention_bias; our model has one setting for both"
         issues.append(Issue("run.init_from", "unsupported", f"{directory}: {reason}", str(directory)))
     if config.run.init_keeps == "moments":
-        message = f"moments, but {directory} holds weights alone"
+        message = f"moments, but {directory} contains only weights"
         issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
     given = config.data.tokenizer
     if config.data.sources and (given is None or Path(given).is_file()):
@@ -226,22 +226,22 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
 
 
 def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
-    """Find the issue, if any, of data with the tokenizer of this hash and the weights in `directory`. `sha`:
-    None = a tokenizer would be trained."""
+    """Check that the tokenizer of the data matches the weights in `directory`; return at most one issue.
+    `sha`: hash of the tokenizer; None = a tokenizer would be trained."""
     own = directory / TOKENIZER
     if sha is not None and (not own.is_file() or sha in (sha256(own), _exported_tokenizer(directory))):
         return []
     if own.is_file():
-        message = f"the data have another tokenizer than {directory}"
-        hint = f"leave data.tokenizer out, or build shards with data.tokenizer={own}"
+        message = f"the data use a different tokenizer than {directory}"
+        hint = f"omit data.tokenizer, or build shards with data.tokenizer={own}"
     else:
-        message = f"{directory} has no {TOKENIZER}, and a new one would number other tokens"
-        hint = "save the tokenizer there with transformers, or name it by data.tokenizer"
+        message = f"{directory} has no {TOKENIZER}, and a newly trained one would have different token ids"
+        hint = "save the tokenizer there with transformers, or set data.tokenizer to its path"
     return [Issue("data.tokenizer", "conflict", message, sha, "run.init_from", hint)]
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer in an export of ours, whose own may have another frame."""
+    """Return the run tokenizer's hash from a bert-dp export; the exported one may frame texts differently."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -1,8 +1,8 @@
-"""Read a Config from YAML and `a.b=value`, with every problem in one list.
+"""Read a Config from YAML and `a.b=value`, and report every problem at once.
 
 Precedence, lowest first: defaults < YAML file < `a.b=value`. Example: with `optim: {lr: 1e-3}` in the file
 and `optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours|epochs`,
-`data.path|sources`) displace the members set at a lower level; two at one level are an error.
+`data.path|sources`) replace the members set at a lower level; two at one level are an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     for names, settings in (row.split(": ") for row in _SYNONYMS.strip().splitlines())
     for name in names.split()
 }
-"""Names that other programs have for a setting."""
+"""Name of a setting in other programs -> our settings."""
 _KINDS: Mapping[str, IssueKind] = {
     "missing": "missing",
     "literal_error": "unknown",
@@ -77,26 +77,26 @@ _KINDS: Mapping[str, IssueKind] = {
     "less_than": "out_of_range",
     "less_than_equal": "out_of_range",
 }
-"""pydantic's type of an error -> kind of the issue; any other is wrong_type."""
+"""pydantic's error type -> kind of issue; any other type is wrong_type."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Resolve defaults < YAML file < overrides (`a.b=value`, the value read as YAML).
+    """Resolve defaults < YAML file < overrides (`a.b=value`, with the value read as YAML).
 
-    Where run.init_from is hf:DIR, its files give the model and the tokenizer that nothing else sets. Raises
-    ConfigError with every problem found, each with its full path and a suggestion.
+    If run.init_from is hf:DIR, DIR supplies model and tokenizer settings that are not set elsewhere.
+    Raises ConfigError with every problem found, each with its full path and a suggestion.
     """
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # that of a run
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # saved by a run
     return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read a file after its bases, lowest precedence first. Raises ConfigError."""
+    """Read a file and its bases, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
-        message, hint = "base: leads back to this file", "one of them must have no base"
+        message, hint = "base: leads back to this file", "remove base from one of the files"
         raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
     level = _undotted(read_yaml(file), file)
     base = level.pop("base", None)
@@ -110,25 +110,25 @@ def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]
 
 
 def shipped_configs() -> Path:
-    """Return the directory of the shipped configurations: in the wheel, or beside the source."""
+    """Return the directory of the shipped configurations: in the wheel, or next to the source."""
     root = Path(__file__).parents[2]
     packaged = root / "launcher" / "configs"
     return packaged if packaged.is_dir() else root / "configs"
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """Find a file (from `folder`), else the shipped configuration of that name. Raises ConfigError."""
+    """Find a file (relative to `folder`), else the shipped configuration `name`. Raises ConfigError."""
     if not name:
-        hint = "name a file or a configuration that `bert-dp configs` lists"
+        hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
     path = folder / Path(name).expanduser()
-    if path.exists() and not path.is_dir():  # a run directory may bear the name of its configuration
+    if path.exists() and not path.is_dir():  # a run directory may have the name of its configuration
         return path
     names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
     plain = Path(name)
     if plain.parent.name in ("", "configs") and plain.stem in names:
         return shipped_configs() / f"{plain.stem}.yaml"
-    if path.exists():  # a directory, which the reader refuses
+    if path.exists():  # a directory: the reader refuses it
         return path
     message = f"no such file or shipped configuration ({', '.join(names)})"
     similar = _did_you_mean(difflib.get_close_matches(plain.stem, names, n=1))
@@ -136,7 +136,7 @@ def find_config(name: str, folder: Path = Path()) -> Path:
 
 
 def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
-    """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError."""
+    """Return True if `batch.micro_size` must be measured before the run. Raises ConfigError."""
     levels = [*read_levels(Path(path)), parse_overrides(overrides)]
     return bool(_merged_section(levels, "batch").get("micro_size") == AUTO)
 
@@ -153,7 +153,7 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
                 message = f"{' and '.join(chosen)} are both set"
                 issues.append(Issue(section, "conflict", message, hint="keep one"))
             if chosen and isinstance(merged.get(section), dict):
-                # how to build goes with what to build from
+                # build settings belong to the sources
                 displaced = (*members, "build", "tokenizer") if chosen == ["path"] else members
                 merged[section] = {k: v for k, v in merged[section].items() if k not in displaced}
         merged = _merged(merged, level)
@@ -184,9 +184,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of `a.b` in the tree, made where it is missing, and `b`. Raises ValueError."""
+    """Return the section of `a.b` in the tree, created if missing, and `b`. Raises ValueError."""
     *parents, leaf = key.split(".")
-    if len(parents) > 16:  # ours have three at most
+    if len(parents) > 16:  # settings have at most three
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     for depth, parent in enumerate(parents, 1):
         tree = tree.setdefault(parent, {})
@@ -196,7 +196,7 @@ def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
-    """Return the level with each key `a.b` in its section. Raises ConfigError for a setting given twice."""
+    """Move each key `a.b` of a level into its section. Raises ConfigError for a setting given twice."""
     tree = {key: value for key, value in level.items() if "." not in str(key)}
     issues = []
     for key in [key for key in level if key not in tree]:
@@ -213,7 +213,7 @@ def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
 
 
 def absolute(config: Config) -> Config:
-    """Make every path of a configuration absolute."""
+    """Return the configuration with absolute paths."""
 
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(os.path.expanduser(path)).resolve())
@@ -237,12 +237,12 @@ def absolute(config: Config) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """Write the complete configuration as YAML; loading it again gives an equal Config."""
+    """Return the complete configuration as YAML; loading it gives an equal Config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=ConfigDumper, sort_keys=False)
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Load YAML with the scalars of YAML 1.2, unique keys, and without aliases, which grow without bound."""
+    """Load YAML with YAML 1.2 scalars and unique keys, without aliases (unbounded expansion)."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
@@ -261,10 +261,10 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """Dump YAML with quotes around text, such as 1e5, that ConfigLoader would read as a number."""
+    """Dump YAML, quoting text such as 1e5 that ConfigLoader would read as a number."""
 
 
-# `off` and `on` are words, 1e-3 is a number, 010 and 1:30 are none
+# `off` and `on` are words, 1e-3 is a number, 010 and 1:30 are not
 ConfigLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern in (
     ("bool", r"true|True|TRUE|false|False|FALSE"),
@@ -278,7 +278,7 @@ for _tag, _pattern in (
 
 
 def _parse_yaml(text: str) -> Any:
-    """Parse one YAML document. Raises ValueError, one line."""
+    """Parse one YAML document. Raises ValueError with a one-line message."""
     try:
         return yaml.load(text, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -286,7 +286,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
+    """Read a mapping from a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
     with refusing(str(path)):
         data = _parse_yaml(read_regular(Path(path), MAX_CONFIG_BYTES).decode())
         if not isinstance(data, dict):
@@ -295,12 +295,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _short(text: str) -> str:
-    """Cut a long text for a message to its beginning and its length."""
+    """Truncate a long text for a message, and append its length."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `over` on top of `base`, section by section; neither changes."""
+    """Return `base` overridden by `over`, section by section; neither is modified."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -311,7 +311,7 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged_section(levels: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return a section of the merged levels, or {} where there is none."""
+    """Return a section of the merged levels, or {} if there is none."""
     merged: dict[str, Any] = functools.reduce(_merged, levels, {})
     section = merged.get(name)
     return section if isinstance(section, dict) else {}
@@ -323,7 +323,7 @@ def setting_paths() -> list[str]:
 
 
 def _suggested(path: str, value: object) -> list[str]:
-    """Return the settings that an unknown one may stand for; for an unknown section those of its keys."""
+    """Return the settings an unknown one may mean; for an unknown section, those its keys may mean."""
     if isinstance(value, dict):
         inner = (_suggested(f"{path}.{key}", below) for key, below in value.items())
         return list(dict.fromkeys(itertools.chain.from_iterable(inner)))
@@ -341,15 +341,15 @@ def _did_you_mean(names: Sequence[str]) -> str | None:
 
 
 def _explain(error: Any) -> Issue:
-    """Describe one of pydantic's errors."""
+    """Convert one pydantic error to an Issue."""
     path, value = ".".join(map(str, error["loc"])), error.get("input")
     if error["type"] == "extra_forbidden":
         return Issue(_short(path), "unknown", "unknown setting", hint=_did_you_mean(_suggested(path, value)))
     message, hint = error["msg"].removeprefix("Value error, "), None
     kind: IssueKind = _KINDS.get(error["type"], "wrong_type")
     if path == "batch.micro_size" and value == AUTO:
-        message = f"{AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone"
-        hint = "give the number that they find"
+        message = f"only `bert-dp train` and `bert-dp tune batch` accept {AUTO}"
+        hint = "set the number that they find"
     elif error["type"] == "literal_error" and isinstance(value, str):
         options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         hint = _did_you_mean(difflib.get_close_matches(value, options, n=1, cutoff=0.4))

@@ -29,7 +29,7 @@ TOKEN_BYTES = 2
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
-WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of a source's letters that are lost, or of its unknown tokens
+WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of lost letters, or of unknown tokens, in a source
 ANY_LANGUAGE = (
     "for text in any language set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
     "data.build.max_tokens_per_char=0"
@@ -43,15 +43,15 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class HashedFile(StoredModel):
-    """Model a file that holds its own hash, its `format` and its `version`."""
+    """Base model for a file that contains its `format`, its `version` and a hash of its contents."""
 
     file_name: ClassVar[str]
     hint: ClassVar[str]
-    """Command that makes another one."""
+    """Fix for a damaged or missing file."""
 
 
 class Shard(StoredModel):
-    """Describe one flat file of token ids."""
+    """One flat file of token ids."""
 
     file: BaseName
     sequences: int = Field(ge=1)
@@ -77,45 +77,45 @@ class SourceFile(StoredModel):
     sha256: str
     documents: Count
     letters: Count
-    """Characters of Unicode category L in the documents, before any document is dropped."""
+    """Characters of Unicode category L in all documents, including dropped ones."""
     lost_letters: Count
-    """Letters of whose normal form no letter is left, and those in unknown tokens."""
+    """Letters whose normal form contains no letter, and letters in unknown tokens."""
     tokens: Count
     unknown_tokens: Count
 
     @property
     def lost_share(self) -> float:
-        """Share of the letters that are lost."""
+        """Share of letters that are lost."""
         return self.lost_letters / max(1, self.letters)
 
     @property
     def unknown_share(self) -> float:
-        """Share of the tokens that are unknown."""
+        """Share of tokens that are unknown."""
         return self.unknown_tokens / max(1, self.tokens)
 
     @property
     def loss(self) -> float:
-        """Greater of the two shares."""
+        """Return the larger of the two shares."""
         return max(self.lost_share, self.unknown_share)
 
     def loss_words(self) -> str:
-        """Name both shares."""
+        """Describe both shares."""
         lost = lost_words(self.lost_letters, self.letters)
         return f"{lost}, {self.unknown_share:.1%} of its tokens are unknown"
 
 
 class BuildRecord(BuildConfig):
-    """Hold what shards depend on beside their sources."""
+    """Settings that shards depend on, in addition to their sources."""
 
     sequence_length: int | None = None
     vocab_size: int | None = None
-    """Of the tokenizer to train, and the most that a given one may have."""
+    """Size of the tokenizer to train, and upper limit for a given tokenizer."""
     tokenizer_sha256: str | None = None
-    """Of the tokenizer that was given."""
+    """Hash of the given tokenizer; null if one was trained."""
 
 
 class Manifest(HashedFile):
-    """Describe a directory of shards. Entropies in nats per token."""
+    """Contents of manifest.json for a directory of shards. Entropies are in nats per token."""
 
     file_name: ClassVar[str] = "manifest.json"
     hint: ClassVar[str] = "build it with `bert-dp data build`"
@@ -126,7 +126,7 @@ class Manifest(HashedFile):
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: dict[str, Count]
     num_special: Count
-    """Random replacements of a mask are drawn from the ids beyond these."""
+    """Random replacements for masked tokens are sampled from ids >= num_special."""
     train: Split
     held_out: Split
     unigram_entropy_nats: float | None
@@ -139,7 +139,7 @@ class Manifest(HashedFile):
 
     @property
     def num_samples(self) -> int:
-        """Return the sequences of one epoch."""
+        """Return the number of sequences per epoch."""
         return self.train.sequences
 
     @property
@@ -152,17 +152,17 @@ class Manifest(HashedFile):
     def _agrees_with_itself(self) -> Manifest:
         issues = []
         if not (self.train.sequences and self.train.documents):
-            issues.append("train: holds no sequences")
+            issues.append("train: has no sequences")
         for name, split in (("train", self.train), ("held_out", self.held_out)):
             sequences = sum(shard.sequences for shard in split.shards)
             if (split.sequences, split.tokens) != (sequences, sequences * self.sequence_length):
-                issues.append(f"{name}: {split.sequences} sequences, its shards hold {sequences}")
+                issues.append(f"{name}: {split.sequences} sequences, but its shards contain {sequences}")
         for shard in self.shards:
             size = shard.sequences * self.sequence_length * TOKEN_BYTES
             if shard.bytes != size:
-                issues.append(f"{shard.file}: {shard.bytes} bytes, {shard.sequences} sequences take {size}")
+                issues.append(f"{shard.file}: {shard.bytes} bytes, {shard.sequences} sequences need {size}")
         if "mask" not in self.special_tokens:
-            issues.append("special_tokens: no mask")
+            issues.append("special_tokens: mask is missing")
         for name, number in {**self.special_tokens, "num_special": self.num_special}.items():
             if number >= self.vocab_size:
                 issues.append(f"special_tokens: {name!a:.80}: {beyond(number, self.vocab_size)}")
@@ -171,11 +171,11 @@ class Manifest(HashedFile):
         return self
 
     def issues(self, config: Config) -> list[Issue]:
-        """Find settings that do not fit the shards."""
+        """Find settings that conflict with the shards."""
         directory, issues = config.data.path or "the built shards", []
         if self.sequence_length != (given := config.data.sequence_length):
-            message = f"{given}, but {directory} holds sequences of {self.sequence_length}"
-            hint = f"set data.sequence_length={self.sequence_length} or build again"
+            message = f"{given}, but {directory} has sequences of {self.sequence_length}"
+            hint = f"set data.sequence_length={self.sequence_length} or rebuild the shards"
             issues.append(Issue("data.sequence_length", "conflict", message, given, "data.path", hint))
         if self.vocab_size > (given := config.model.vocab_size):
             message = f"{given} is below the tokenizer's {self.vocab_size} in {directory}"
@@ -184,12 +184,12 @@ class Manifest(HashedFile):
         return issues
 
     def with_build(self, config: Config) -> Config:
-        """Return the configuration with the settings that the shards were built with."""
+        """Return the configuration with the build settings recorded in the shards."""
         build = BuildConfig(**{name: getattr(self.build, name) for name in BuildConfig.model_fields})
         return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
 
     def warnings(self, config: Config) -> list[str]:
-        """Describe settings that fit the shards but are probably not intended; one line each."""
+        """List settings that are compatible with the shards but probably unintended, one per line."""
         default = BuildConfig()
         warnings = [
             f"data.build.{name}: {value} has no effect, {config.data.path} was built with {was}"
@@ -197,39 +197,39 @@ class Manifest(HashedFile):
             if config.data.path and value not in ((was := getattr(self.build, name)), getattr(default, name))
         ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
-        if rows > -(-vocabulary // 128) * 128:  # a vocabulary may be padded for the device's sake
+        if rows > -(-vocabulary // 128) * 128:  # vocabularies may be padded for faster kernels
             excess = f"{rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the shards' vocabulary"
             effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
             warnings.append(f"model.vocab_size: {excess}; {effect}")
         sequences, batch = self.train.sequences, config.batch.global_size
         if batch > sequences:
             excess = f"{batch} is {batch / sequences:.1f} x the {sequences} training sequences"
-            effect = "every step repeats them; lower it, or give more text"
+            effect = "every step repeats them; lower it, or add text"
             warnings.append(f"batch.global_size: {excess}, so {effect}")
         return warnings
 
 
 def lost_words(lost: int, letters: int) -> str:
-    """Name the share of a source's letters that the tokenizer loses."""
+    """Describe the share of a source's letters that the tokenizer loses."""
     return f"{lost / max(1, letters):.1%} of its letters are lost ({lost:,} of {letters:,})"
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
-    """Name the five worst of the sources that lose more than WARNED_LOSS, the worst first."""
+    """Describe the five worst sources that lose more than WARNED_LOSS, worst first."""
     worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
     return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:5]]
 
 
 def beyond(token: int, vocab_size: int) -> str:
-    """Describe a token id that the vocabulary does not have."""
+    """Describe a token id outside the vocabulary."""
     return f"token id {token}, but the vocabulary has {vocab_size}"
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read manifest.json and check its format, version, own hash and content, the tokenizer's hash, and every
-    shard's size on disk. No token is read.
+    """Read manifest.json; check its format, version, hash and content, the tokenizer's hash, and the size of
+    every shard on disk. No token is read.
 
-    Raises ConfigError naming the file, what was expected and what was found.
+    Raises ConfigError with the file and the expected and actual values.
     """
     manifest = read_hashed(directory, Manifest)
     issues = []
@@ -244,7 +244,7 @@ def read_manifest(directory: Path) -> Manifest:
             actual = str(error.strerror)
         if actual != expected:
             kind: IssueKind = "damaged" if file.is_file() else "not_found"
-            unit = "bytes" if isinstance(expected, int) else "as SHA-256"
+            unit = "bytes" if isinstance(expected, int) else "(SHA-256)"
             message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
             issues.append(Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint))
     if issues:
@@ -253,8 +253,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read the file of this model in a directory; check its format, version, hash and content. Raises
-    ConfigError with what was expected and what was found."""
+    """Read the model's file in a directory; check its format, version, hash and content. Raises ConfigError
+    with the expected and actual values."""
     path = directory / model.file_name
     with refusing(str(path), hint=model.hint):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))
@@ -267,62 +267,62 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
             raise ConfigError([Issue(str(path), "unsupported", message, hint=model.hint)])
         expected, actual = content.get("hash"), manifest_hash(content)
         if expected != actual:
-            raise ValueError(f"expected hash {str(expected)[:16]}, found {actual[:16]}: edited or torn")
+            raise ValueError(f"expected hash {str(expected)[:16]}, found {actual[:16]}: edited or truncated")
         return model.model_validate(content)
 
 
 def format_of(model: type[HashedFile]) -> list[Any]:
-    """Return [format, version] of a file of this model."""
+    """Return [format, version] of the model's file."""
     return [get_args(model.model_fields[name].annotation)[0] for name in ("format", "version")]
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a file of this model: `content` with format, version and hash."""
+    """Return `content` with the model's format and version, and the hash."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
 
 
 def hash_json(data: Any) -> str:
-    """Return the hex SHA-256 of JSON values, regardless of the order of their keys."""
+    """Return the hex SHA-256 of JSON values, independent of key order."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def manifest_hash(manifest: dict[str, Any]) -> str:
-    """Return the hex SHA-256 of everything in a manifest but its hash."""
+    """Return the hex SHA-256 of a manifest without its `hash` key."""
     return hash_json({k: v for k, v in manifest.items() if k != "hash"})
 
 
 class ExampleSplit(StoredModel):
-    """Describe one file of examples. Its tokens include <cls> and <sep>."""
+    """One file of examples. Token counts include <cls> and <sep>."""
 
     source: str
-    """File that the examples were read from; of an archive its member."""
+    """File that the examples were read from, or member of an archive."""
     file: BaseName
     sha256: Sha256
     examples: int = Field(ge=1, lt=2**63)
     tokens: Count
     truncated: Count
-    """Examples that were longer than the sequence length."""
+    """Examples longer than the sequence length."""
     has_labels: bool
     in_train: Count | None
-    """Examples whose texts, but for case and white space, also stand in train; null of train itself."""
+    """Examples whose texts also occur in train, ignoring case and white space; null for train itself."""
     baseline: dict[Metric, float | None] | None
-    """Scores of a constant answer, the most frequent label or the mean score of train. None of train itself
-    and of a split without labels; a score is None where the metric is not defined for a constant."""
+    """Scores of a constant answer: the most frequent label, or mean score, in train. None for train itself
+    and for splits without labels; a score is None if the metric is undefined for a constant."""
     left_out: Count
-    """Broken rows of the file."""
+    """Broken rows of the file that were skipped."""
     letters: Count
     lost_letters: Count
-    """Letters that the tokenizer drops, or that are part of unknown tokens."""
+    """Letters that the tokenizer drops, and letters in unknown tokens."""
     without_tokens: Count
-    """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
+    """Examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Last examples, which are changed copies of others: their labels are not their own."""
+    """Augmented copies of other examples, at the end of the split; their labels are the originals'."""
 
 
 class SpecialTokens(StoredModel):
-    """Hold the ids of the tokens that frame an example."""
+    """Ids of the tokens that frame and pad an example."""
 
     pad: Count
     cls: Count
@@ -330,36 +330,36 @@ class SpecialTokens(StoredModel):
 
 
 class ExamplesManifest(HashedFile):
-    """Describe a prepared directory of examples."""
+    """Contents of examples.json for a prepared directory of examples."""
 
     file_name: ClassVar[str] = "examples.json"
     hint: ClassVar[str] = "prepare it again with `bert-dp finetune`"
     format: Literal["bert-dp-examples"]
     version: Literal[4]
     task: str = Field(min_length=1, max_length=64)
-    """GLUE's name, as in "RTE", or "own"."""
+    """Name of a GLUE task, such as "RTE", or "own"."""
     kind: LabelKind
     labels: list[str] = Field(max_length=MAX_LABELS)
-    """Names in the order of the model's outputs; empty of a regression."""
+    """Names in the order of the model's outputs; empty for regression."""
     pair: bool = False
-    """An example is two texts."""
+    """Each example consists of two texts."""
     metrics: list[Metric] = Field(min_length=1)
-    """The first is the one that a search goes by."""
+    """Searches optimize the first metric."""
     sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
-    """No example has more tokens; longer ones were truncated."""
+    """Maximum tokens per example; longer examples were truncated."""
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: SpecialTokens
     tokenizer: TokenizerFile
     splits: dict[BaseName, ExampleSplit]
     official: bool | None
-    """Whether every split has GLUE's own number of rows; null where the task is none of GLUE's."""
+    """True if every split has the official GLUE number of rows; null if this is not a GLUE task."""
     dev_share: Share
-    """Of train that became dev; 0 where dev is a file."""
+    """Share of train that was moved to dev; 0 if dev is a separate file."""
     hash: Sha256
 
     @property
     def num_samples(self) -> int:
-        """Return the number of examples of one epoch."""
+        """Return the number of examples per epoch."""
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
@@ -367,21 +367,21 @@ class ExamplesManifest(HashedFile):
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
         names, too_large = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
         if TRAIN not in self.splits:
-            raise ValueError("splits: no train")
+            raise ValueError("splits: train is missing")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
-            raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or one stands twice")
+            raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or one occurs twice")
         if too_large:
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
             if not 2 * split.examples <= split.tokens <= self.sequence_length * split.examples:
-                raise ValueError(f"splits.{name}.tokens: {split.tokens} of {split.examples} examples")
+                raise ValueError(f"splits.{name}.tokens: {split.tokens} for {split.examples} examples")
         return self
 
     def issues(self, config: Config) -> list[Issue]:
-        """Return the settings that conflict with the examples."""
+        """Find settings that conflict with the examples."""
         directory, issues = str(config.data.path), []
         if self.sequence_length > (length := config.data.sequence_length):
-            message = f"{length}, but {directory} holds examples of up to {self.sequence_length} tokens"
+            message = f"{length}, but {directory} has examples of up to {self.sequence_length} tokens"
             fix = f"set data.sequence_length={self.sequence_length}"
             issues.append(Issue("data.sequence_length", "conflict", message, length, directory, fix))
         if self.vocab_size > (size := config.model.vocab_size):
@@ -390,24 +390,24 @@ class ExamplesManifest(HashedFile):
             issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
         for name, value in (("kind", self.kind), ("labels", tuple(self.labels)), ("pair", self.pair)):
             if (setting := getattr(config.finetune, name)) != value:
-                message, fix = f"{setting}, but {directory} has {value}", "set it so"
+                message, fix = f"{setting}, but {directory} has {value}", "use that value"
                 issues.append(Issue(f"finetune.{name}", "conflict", message, setting, directory, fix))
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """List what fits the configuration but is probably not intended; one line each."""
+        """List properties of the data that are allowed but probably unintended, one per line."""
         warnings, fix = [], "finetune a run whose tokenizer knows them"
         for name, split in self.splits.items():
             if split.without_tokens:
                 count = f"{split.without_tokens:,} of {split.examples:,} examples"
-                warnings.append(f"{name}: {count} have a text without a token; drop them, or {fix}")
+                warnings.append(f"{name}: {count} have a text without tokens; drop them, or {fix}")
             if split.lost_letters > WARNED_LOSS * split.letters:
                 warnings.append(f"{name}: {lost_words(split.lost_letters, split.letters)}; {fix}")
         spellings: dict[str, list[str]] = {}
         for label in self.labels:
             spellings.setdefault(" ".join(label.casefold().split()), []).append(label)
         warnings += [
-            f"labels {' and '.join(map(ascii, names))} differ in case or white space alone and count as "
+            f"labels {' and '.join(map(ascii, names))} differ only in case or white space, but count as "
             f"{len(names)} labels"
             for names in spellings.values()
             if len(names) > 1
@@ -416,10 +416,10 @@ class ExamplesManifest(HashedFile):
 
 
 def read_examples(directory: Path) -> ExamplesManifest:
-    """Read and check examples.json of a prepared directory, a run or a checkpoint. Raises ConfigError."""
+    """Read and check examples.json in a prepared directory, run or checkpoint. Raises ConfigError."""
     return read_hashed(directory, ExamplesManifest)
 
 
 def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
-    """Read the manifest of the kind of data that the objective takes. Raises ConfigError."""
+    """Read the manifest for the objective's kind of data. Raises ConfigError."""
     return read_examples(directory) if config.has_examples else read_manifest(directory)

@@ -16,13 +16,13 @@ MAX_CODE_BYTES = 10_000_000
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return the settings that name code, with their values."""
+    """Map each setting given as code to its value."""
     named = {"task": config.task, "optim.name": config.optim.name}
     return {setting: text for setting, text in named.items() if text is not None and CODE.fullmatch(text)}
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Find code that is not `allowed`, or that does not define its function. Nothing is executed."""
+    """Find code that is not `allowed` or does not define its function. Nothing is executed."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -30,7 +30,7 @@ def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
             message, hint = f"{text} would be executed", "read the file, then add --allow-code"
             issues.append(Issue(setting, "unsupported", message, text, "--allow-code", hint))
         elif not file.is_file():
-            issues.append(Issue(setting, "not_found", f"there is no file {file}", text))
+            issues.append(Issue(setting, "not_found", f"no such file: {file}", text))
         else:
             try:
                 tree = ast.parse(read_regular(file, MAX_CODE_BYTES))
@@ -38,23 +38,23 @@ def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
                 issues.append(Issue(setting, "damaged", f"{file} is not Python ({error})", text))
                 continue
             if function not in {getattr(node, "name", None) for node in tree.body}:
-                issues.append(Issue(setting, "not_found", f"{file} defines no {function}", text))
+                issues.append(Issue(setting, "not_found", f"{file} does not define {function}", text))
     return issues
 
 
 def split_code(text: str) -> tuple[Path, str]:
-    """Split `FILE.py:function`."""
+    """Split `FILE.py:function` into file and function name."""
     file, _, function = text.rpartition(":")
     return Path(file), function
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of each file of code by its setting. Raises OSError."""
+    """Return the SHA-256 of each code file by its setting. Raises OSError."""
     return {setting: sha256(split_code(text)[0]) for setting, text in code_of(config).items()}
 
 
 def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
-    """Find files of code that are not those that a checkpoint was trained with."""
+    """Find code files that have changed since a checkpoint was trained with them."""
     return [
         Issue(setting, "conflict", f"the run has code {saved[setting][:16]}, now {digest[:16]}", digest)
         for setting, digest in code_hashes(config).items()
@@ -68,9 +68,9 @@ def load_function(text: str) -> Callable[..., Any]:
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None  # of a name that ends with .py
+    assert spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     loaded: Callable[..., Any] = getattr(module, function)
     return loaded

@@ -1,6 +1,6 @@
-"""Every setting of a run: one tree of strict, frozen models, each field with its unit.
+"""Define every setting of a run in one tree of strict, frozen models; each field states its unit.
 
-Marks say when a setting may change and when it has an effect; those of a section hold for all its settings.
+Marks say when a setting may change and when it has an effect; a section's marks apply to all its settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
-# far above any use: a slip of the keyboard is refused, and no loop or product is too large for a check
+# far above any practical value: limits refuse typing errors, and keep loops and products in checks small
 MAX_BATCH = 2**20  # sequences of a step
 MAX_STEPS = 10**12
 MAX_TOKENS = 10**18
@@ -42,30 +42,30 @@ PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
 CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # FILE.py:function, a user's own code
 FREE_ON_RESUME = "free on resume"
-"""Mark of a setting that may differ when a run goes on."""
+"""Mark of a setting that may differ when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
-"""Mark of a setting of the model that may differ from that of the weights in run.init_from."""
-METERED = ("dollars", "kwh")  # budgets that the run's ledger counts
-CLOCKED = ("hours", *METERED)  # budgets whose number of steps shows only as the run goes on
+"""Mark of a model setting that may differ from the weights in run.init_from."""
+METERED = ("dollars", "kwh")  # budgets counted by the run's ledger
+CLOCKED = ("hours", *METERED)  # budgets whose number of steps is not known in advance
 BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # of the schedule; exactly one is set
 
 
 @dataclasses.dataclass(frozen=True)
 class OnlyWith:
-    """Mark a setting that has an effect only where `setting` has one of `values`; without values, where it is
-    set and neither 0 nor false."""
+    """Mark a setting that has an effect only if `setting` has one of `values`; without values, if `setting`
+    is set and neither 0 nor false."""
 
     setting: str
     values: tuple[object, ...] = ()
 
     def holds(self, value: object) -> bool:
-        """Return True if this value of `setting` lets the marked one have an effect."""
+        """Return True if the marked setting has an effect with this value of `setting`."""
         return value in self.values if self.values else bool(value)
 
 
 def _can_be_a_path(text: str) -> str:
     if "\0" in text or len(text.encode()) > MAX_PATH:
-        raise ValueError(f"holds a NUL, or more than {MAX_PATH} bytes: no such path can be")
+        raise ValueError(f"is not a valid path: contains a NUL, or more than {MAX_PATH} bytes")
     return text
 
 
@@ -74,7 +74,7 @@ def _as_tuple(value: object) -> object:
 
 
 OneOrMore = BeforeValidator(_as_tuple)
-"""One may stand without brackets."""
+"""Accept a single value without brackets."""
 
 
 def parse_duration(text: str) -> float:
@@ -86,12 +86,12 @@ def parse_duration(text: str) -> float:
 
 
 def duration(unit_s: float) -> BeforeValidator:
-    """Let a number of `unit_s` seconds be given as a duration too."""
+    """Accept a duration, such as 5m, for a number in units of `unit_s` seconds."""
     return BeforeValidator(lambda value: parse_duration(value) / unit_s if isinstance(value, str) else value)
 
 
 def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
-    """Validate that a text is a key of `table`, one of `other`, or `code`, at the time of validation."""
+    """Validate that a text is one of `other`, a key of `table` (looked up at validation), or own code."""
 
     def check(text: str) -> str:
         if text in (*other, *table) or (code and CODE.fullmatch(text)):
@@ -124,7 +124,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _whole(cls, value: object, info: ValidationInfo) -> object:
-        """1e3 is a float in YAML, and means 1000 where a count is asked for."""
+        """Convert whole floats to integers for counts: 1e3 is a float in YAML."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         is_count = int in (annotation, *get_args(annotation))
         return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
@@ -132,94 +132,94 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of initial weights, sample order and masks."""
+    """Seed for initial weights, sample order and masks."""
     device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
-    """auto = every GPU of the machine, else the CPU."""
+    """auto = all GPUs of the machine, or the CPU if there are none."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
-    """Let a GPU add in one order, so that a resumed run is bit-equal to an undisturbed one there too; slower.
-    CPU ranks do so in any case."""
+    """Fix the order of additions on GPUs, so that a resumed run is bit-equal to an uninterrupted one; slower.
+    CPU ranks always do this."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
-    """Checkpoint or run directory whose weights start this run, or hf:DIR, a BERT, RoBERTa or ModernBERT in
-    the format of transformers, which gives the model and the tokenizer too; counters and schedule start
-    fresh."""
+    """Checkpoint or run directory that supplies initial weights, or hf:DIR: a BERT, RoBERTa or ModernBERT in
+    transformers format, which also supplies model settings and tokenizer. Counters and schedule start at
+    zero."""
     init_keeps: Annotated[Literal["weights", "moments"], FREE_ON_RESUME, OnlyWith("run.init_from")] = (
         "weights"
     )
-    """What to take from run.init_from: the weights alone, or the optimizer's state too with its step count
-    (phase 2 of a LAMB run). The optimizer and all shapes must then be the same."""
+    """State to copy from run.init_from: only the weights, or also the optimizer state with its step count
+    (phase 2 of a LAMB run), which requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
-    """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
-    more, while its loss scale falls."""
+    """Stop the run after this many consecutive steps skipped because of non-finite gradients; fp16 may skip
+    16 more while its loss scale falls."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
-    """Seconds without progress by which the rank that the others wait for is named with its stack; at least
-    three median steps, and 300 in set-up, compilation and saving."""
+    """Seconds without progress after which a hang is reported, with the stack of the rank that the others
+    wait for; at least three median steps, and 300 s in set-up, compilation and saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
-    """Dollars for an hour of a device, for schedule.dollars and the cost in the summary."""
+    """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
-    """Mean power of a device where none of its energy counters can be read."""
+    """Mean power of a device in watts, used if its energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power of the building over that of the machines; kWh include it."""
+    """Power usage effectiveness: power of the building / power of the machines; kWh include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
-    """CO2 of the grid, for the summary; no region is assumed."""
+    """Grams of CO2 per kWh from the grid, for the summary; no region is assumed."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
-    """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
+    """Seconds after a reported hang until the run is stopped as failed; 0 = never."""
 
 
 class BuildConfig(Section):
-    """Select how a corpus becomes shards (`data build`, or `data.sources` on first use)."""
+    """Options for building shards from a corpus (`data build`, or `data.sources` on first use)."""
 
     normalize: Annotated[bool, OnlyWith("data.tokenizer", (None,))] = True
-    """In the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then nothing
-    but ASCII (no accents, no other scripts), single spaces. A source that loses over 20 % of its letters, or
-    has over 20 % unknown tokens, is refused."""
+    """Normalize in the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then
+    drop non-ASCII (accents, other scripts) and collapse spaces. A source that loses over 20 % of its letters,
+    or has over 20 % unknown tokens, is refused."""
     tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", (None,))] = (
         "wordpiece"
     )
-    """Kind of tokenizer to train when none is given. byte_bpe has a token for every byte and so no unknown
-    ones: for text in any language, with normalize: false and max_tokens_per_char: 0."""
+    """Kind of tokenizer to train if none is given. byte_bpe has a token for every byte, hence no unknown
+    tokens: use it for text in any language, with normalize: false and max_tokens_per_char: 0."""
     max_tokens_per_char: float | None = Field(None, ge=0)
-    """Drop a document with as many tokens per character as this; 0 = keep all; null = the recipe's 0.25 at
-    32,768 tokens, more for a smaller vocabulary: 0.25 + 0.017 x + 0.0038 x^2, x = log2(32768 / tokens)."""
+    """Drop documents with at least this many tokens per character; 0 = keep all; null = the recipe's 0.25 at
+    32,768 tokens, more for smaller vocabularies: 0.25 + 0.017 x + 0.0038 x^2, x = log2(32768 / tokens)."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """exact = documents of the same tokens once; near = MinHash LSH besides (extra `dedup`)."""
+    """exact = keep one of several documents with the same tokens; near = also MinHash LSH (extra `dedup`)."""
     near_threshold: Annotated[float, OnlyWith("data.build.dedup", ("near",))] = Field(0.8, gt=0, le=1)
-    """Jaccard similarity above which `near` drops the later document."""
+    """Jaccard similarity above which `near` drops the later of two documents."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
-    """Share of the documents kept for the held-out loss."""
+    """Share of documents reserved for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Of the files; auto = by suffix (none = text), and an unknown suffix is refused."""
+    """Format of source files; auto = by suffix (no suffix = text; an unknown suffix is refused)."""
     text_field: str = Field("text", min_length=1, max_length=256)
-    """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text; a.b is the
-    field b of the object a."""
+    """Text field of a JSON record, or text column of a Parquet file or hub data set; a.b is field b of
+    object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """What ends a document of plain text: the end of its line, or a blank line after it. Whole documents are
-    held out, so blank_line keeps the neighbours of a held-out paragraph out of the training set."""
+    """End of a document in plain text: the end of the line, or the next blank line. Whole documents are held
+    out, so blank_line keeps the neighbours of a held-out line out of the training set."""
 
 
 class DataConfig(Section):
     path: Annotated[PathText | None, FREE_ON_RESUME] = None
-    """Directory made by `bert-dp data build`."""
+    """Directory of shards built by `bert-dp data build`."""
     sources: Annotated[tuple[PathText, ...] | None, OneOrMore, FREE_ON_RESUME] = None
-    """Files, globs, `hub:NAME`, or `builtin` (CPython's own documentation); built on first use, cached."""
+    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation); built on first use and cached."""
     tokenizer: Annotated[PathText | None, OnlyWith("data.sources")] = None
-    """Existing tokenizer.json; null = train one on the sources."""
+    """Existing tokenizer.json; null = train a tokenizer on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
     """Tokens per sequence."""
     shuffle: Annotated[bool, OnlyWith("objective.name", ("mlm",)), OnlyWith("data.synthetic", (False,))] = (
         True
     )
-    """A new permutation of the sequences every epoch; false = the order of the shards."""
+    """Permute the sequences anew in every epoch; false = in shard order."""
     workers: Annotated[int, FREE_ON_RESUME, OnlyWith("data.synthetic", (False,))] = Field(1, ge=0, le=64)
     """Prefetch threads per rank; 0 = none."""
     synthetic: bool = False
-    """Train on one micro batch of random tokens, made once: what a step takes without the loader."""
+    """Train on one fixed micro batch of random tokens, to time steps without the data loader."""
     build: BuildConfig = BuildConfig()
-    """How data.sources become shards. A run on data.path has here how its shards were built."""
+    """Options for building shards from data.sources; in a run on data.path, those of the existing shards."""
 
 
 class ModelConfig(Section):
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
-    """Rows of the embedding; also the size of a trained tokenizer."""
+    """Rows of the token embedding; also the size of a tokenizer to train."""
     hidden_size: int = Field(768, ge=8, le=2**17)
     num_layers: int = Field(16, ge=1, le=10_000)
     num_heads: int = Field(12, ge=1, le=2**17)
@@ -232,45 +232,45 @@ class ModelConfig(Section):
     max_positions: Annotated[int | None, OnlyWith("model.position", ("learned",))] = Field(
         None, ge=8, le=2**17
     )
-    """Rows of the learned positions; null = data.sequence_length, with model.position_offset."""
+    """Rows of the position embedding; null = data.sequence_length + model.position_offset."""
     position_offset: Annotated[int, OnlyWith("model.position", ("learned",))] = Field(0, ge=0, le=1024)
-    """Row of the first learned position (RoBERTa: 2); no token has an earlier one."""
+    """Row of the first token's learned position (RoBERTa: 2); earlier rows are unused."""
     token_types: int = Field(0, ge=0, le=16)
-    """Rows of the embedding of token types (BERT: 2, of a pair's two texts); 0 = none."""
+    """Rows of the token-type embedding (BERT: 2, for the two texts of a pair); 0 = none."""
     local_attention: int = Field(0, ge=0, le=2**17)
-    """Width of the window of local layers, whose tokens attend to half of it on either side (ModernBERT:
-    128); 0 = all layers attend to the whole sequence."""
+    """Attention window of local layers; tokens attend to half of it on either side (ModernBERT: 128). 0 = all
+    layers attend to the whole sequence."""
     global_attention_every: Annotated[int, OnlyWith("model.local_attention")] = Field(3, ge=1, le=10_000)
-    """With local attention, every n-th layer, beginning with the first, attends to the whole sequence."""
+    """With local attention, every n-th layer, starting with the first, attends to the whole sequence."""
     local_rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.local_attention")] = Field(
         10_000.0, gt=0
     )
-    """The rope_theta of local layers."""
+    """rope_theta of local layers."""
     mlp: Literal["geglu", "gelu"] = "geglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_bias: Annotated[bool, OnlyWith("model.norm", ("layernorm",))] = True
-    """Bias of a layernorm."""
+    """Give layernorms a bias."""
     norm_eps: Annotated[float, FREE_FROM_WEIGHTS] = Field(1e-12, gt=0)
     norm_position: Literal["pre", "post"] = "pre"
-    """pre = before attention and MLP, and once at the end; post = after each sum (BERT, RoBERTa)."""
+    """pre = before attention and MLP, and once at the end; post = after each residual sum (BERT, RoBERTa)."""
     first_attention_norm: Annotated[bool, OnlyWith("model.norm_position", ("pre",))] = True
     """false = no norm before the first attention (ModernBERT)."""
     head: Literal["none", "dense"] = "none"
-    """What stands before the tied decoder: nothing, or dense + GELU + norm (ModernBERT, BERT)."""
+    """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
     decoder_bias: bool = False
-    """A bias for each token in the tied decoder."""
+    """Add a bias per token in the tied decoder."""
     bias: bool = False
-    """Biases in the linear layers. There is never a key bias: its gradient is exactly zero."""
+    """Add biases in the linear layers, but never for keys: the gradient of a key bias is exactly zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Probability, on embedding, attention output and MLP output."""
+    """Dropout probability on embedding, attention output and MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Probability, on what attention weighs values with; attention is then written out, which is slower."""
+    """Dropout probability on attention probabilities; above 0, they are materialized, which is slower."""
     lstm_size: Annotated[int, OnlyWith("objective.name", ("distill",))] = Field(0, ge=0, le=2**17)
-    """Hidden units of each direction of a BiLSTM, which then stands between the embedding (hidden_size) and
-    the head; of the model's other settings only dropout has an effect. 0 = a transformer."""
+    """Hidden units per direction of a BiLSTM between the embedding (hidden_size) and the head; of the other
+    model settings, only dropout then has an effect. 0 = a transformer."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
-    """Of the sums between the blocks; full = the parameters' precision. bf16 halves the memory that norms and
-    additions read and write, rounds every sum, and needs `precision: bf16` (or auto where that is bf16)."""
+    """Data type of the residual stream; full = the parameters' precision. bf16 halves the memory traffic of
+    norms and additions, rounds every sum, and needs `precision: bf16` (or auto if it resolves to bf16)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -289,76 +289,76 @@ class ModelConfig(Section):
 
     @property
     def takes_types(self) -> bool:
-        """True of a model that tells the two texts of a pair apart by token types."""
+        """Return True if the model distinguishes the two texts of a pair by token types."""
         return self.token_types > 1 and not self.lstm_size
 
     def is_local(self, layer: int) -> bool:
-        """Return True if a layer, counted from 0, attends to its window alone."""
+        """Return True if a layer, counted from 0, attends only to its window."""
         return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
 class ObjectiveConfig(Section):
     name: Literal["mlm", "finetune", "distill"] = "mlm"
-    """What is trained: mlm = masked language modelling; finetune, distill = see the sections of these
-    names."""
+    """Training objective: mlm = masked language modelling; finetune and distill = see the sections of the
+    same names."""
     mask_rate: Annotated[float, OnlyWith("objective.name", ("mlm",))] = Field(0.25, gt=0, lt=1)
-    """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
+    """Share of positions to predict: exactly round(mask_rate x sequence_length) in every sequence."""
 
 
 class FinetuneConfig(Section):
-    """Describe the task of objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` take
-    kind, labels and pair from the data."""
+    """Task for objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` read kind,
+    labels and pair from the data."""
 
     kind: LabelKind = "single_label"
-    """single_label: one class an example; multi_label: any number of them; regression: a score."""
+    """single_label: one class per example; multi_label: any number of classes; regression: a score."""
     labels: Annotated[tuple[str, ...], OneOrMore] = ()
     """Names of the classes, in the order of the model's outputs."""
     pair: bool = False
-    """An example is two texts, which a BiLSTM reads apart."""
+    """Each example consists of two texts; a BiLSTM encodes them separately."""
     head: Literal["auto", "recipe", "native"] = "auto"
-    """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
-    exports to; auto = native where there is such a class, else recipe."""
+    """recipe = dense, tanh, dropout, linear; native = head of the transformers class that the encoder exports
+    to; auto = native if there is a matching class, else recipe."""
     head_size: Annotated[int, OnlyWith("finetune.head", ("auto", "recipe"))] = Field(1024, ge=1, le=2**17)
     """Width of the recipe's head."""
     pooling: Literal["cls", "mean"] = "cls"
-    """What of an example goes into the head: its first token, or the mean over its tokens."""
+    """Input of the head: the first token of an example, or the mean over its tokens."""
 
     @property
     def num_outputs(self) -> int:
-        """Number of logits of an example."""
+        """Return the number of logits per example."""
         return 1 if self.kind == "regression" else len(self.labels)
 
 
 class DistillConfig(Section):
-    """Describe the teacher and the loss of objective.name: distill. The loss of an example is alpha x its
-    loss against the label + (1 - alpha) x that against the teacher's logits."""
+    """Teacher and loss for objective.name: distill. The loss of an example is alpha x (loss against the
+    label) + (1 - alpha) x (loss against the teacher's logits)."""
 
     logits: PathText | None = None
-    """Directory with the teacher's logits of every training example; `bert-dp distill` writes it."""
+    """Directory of the teacher's logits for every training example, written by `bert-dp distill`."""
     loss: Literal["mse", "kl"] = "mse"
     """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
-    the student's softmax from the teacher's (arXiv 1503.02531), for one class an example."""
+    the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
     temperature: Annotated[float, OnlyWith("distill.loss", ("kl",))] = Field(1.0, gt=0, le=1000)
-    """Divides the logits of both."""
+    """Divisor of the logits of both student and teacher."""
     alpha: float = Field(0.0, ge=0, le=1)
-    """Share of the loss against labels. The label of a changed copy is the teacher's answer."""
+    """Weight of the loss against labels. For augmented copies, the teacher's answer is the label."""
     embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
-    """First embedding of a BiLSTM: that of a run, or a text file with a token and its vector a line; null =
-    random. `--embeddings` sets it."""
+    """Initial embedding of a BiLSTM: from a run, or a text file with a token and its vector on each line;
+    null = random. Set by `--embeddings`."""
 
 
 class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
-    """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
+    """Sequences per optimizer step over all replicas, independent of the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward. Also auto: `bert-dp train` finds the number first
-    (`bert-dp tune batch`), and the run's own configuration has it."""
+    """Sequences per replica in one forward/backward pass; or auto: `bert-dp train` first finds the number (as
+    `bert-dp tune batch` does) and saves it in the run's configuration."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Slope of the linear batch ramp: at progress f the batch is ramp_quantum x (1 + floor(f x global_size /
-    (ramp_fraction x ramp_quantum))), at most global_size, which it reaches at f = ramp_fraction x
-    (1 - ramp_quantum / global_size); 0 = no ramp."""
+    (ramp_fraction x ramp_quantum))), up to global_size, reached at f = ramp_fraction x (1 - ramp_quantum /
+    global_size); 0 = no ramp."""
     ramp_quantum: Annotated[int | None, OnlyWith("batch.ramp_fraction")] = Field(None, ge=1, le=MAX_BATCH)
-    """Sequences by which the ramp grows; a divisor of global_size."""
+    """Sequences per increment of the ramp; a divisor of global_size."""
 
     @model_validator(mode="after")
     def _quantum_divides(self) -> BatchConfig:
@@ -374,22 +374,22 @@ class BatchConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
-    """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
-    the peak to the peak: a range test."""
+    """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential (for range tests)
+    rises from 1e-4 of the peak to the peak."""
     steps: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_STEPS)
-    """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs, dollars, kwh."""
+    """Budget in optimizer steps. Set exactly one of steps, tokens, hours, epochs, dollars, kwh."""
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
     hours: Annotated[float | None, duration(3600), FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first real step."""
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
-    """Budget in passes over the training sequences; a run's own configuration has it as tokens, of
-    finetuning as steps."""
+    """Budget in passes over the training sequences; the run's saved configuration has it in tokens, or in
+    steps for finetuning."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in dollars, at run.price_per_device_hour, over every start of the run, from the launcher's start
-    to its exit."""
+    """Budget in dollars at run.price_per_device_hour, over every start of the run, each from the launcher's
+    start to its exit."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in kWh, counted or at run.watts_per_device, over every start of the run."""
+    """Budget in kWh, measured or at run.watts_per_device, over every start of the run."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", ("linear", "cosine", "wsd"))] = Field(
         0.06, ge=0, lt=1
     )
@@ -399,7 +399,7 @@ class ScheduleConfig(Section):
 
     @property
     def unit(self) -> str:
-        """Name of the budget that is set."""
+        """Return the name of the budget that is set."""
         return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @model_validator(mode="after")
@@ -408,36 +408,36 @@ class ScheduleConfig(Section):
         if len(budgets) != 1:
             raise ValueError(f"set exactly one of {', '.join(BUDGETS)} (got {', '.join(budgets) or 'none'})")
         if self.name == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
-            raise ValueError("warmup_fraction + decay_fraction is above 1")
+            raise ValueError("warmup_fraction + decay_fraction is greater than 1")
         return self
 
 
 class OptimConfig(Section):
     name: Annotated[PathText, key_of(OPTIMIZERS, code=True)] = "adamw"
-    """muon = Muon for the matrices of the blocks, AdamW for the rest. FILE.py:function = an optimizer of your
-    own (docs/own-code.md), with --allow-code."""
+    """muon = Muon for the matrices of the blocks, AdamW for the rest. FILE.py:function = a custom optimizer
+    (docs/own-code.md), with --allow-code."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
-    """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
+    """Peak learning rate. auto (only lamb) = the untuned rule 5e-3 sqrt(global_size / 32768)."""
     lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", ("sqrt", "linear"))] = Field(
         None, ge=1, le=MAX_BATCH
     )
-    """Global batch that lr was tuned at, for lr_scaling."""
+    """Global batch that lr was tuned for, for lr_scaling."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply lr by sqrt(global_size / lr_batch), the rule for Adam, LAMB and Muon, or by that ratio."""
+    """Multiply lr by sqrt(global_size / lr_batch) (for Adam, LAMB and Muon), or by the ratio itself."""
     momentum: float = Field(0.95, ge=0, lt=1)
-    """Of Muon."""
+    """Momentum of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-12, gt=0)
     weight_decay: float = Field(0.01, ge=0)
-    """Decoupled; not applied to biases and norms."""
+    """Decoupled weight decay; not applied to biases and norms."""
     clip: float = Field(0.5, ge=0)
-    """Global L2 norm of the reduced gradient; 0 = no clipping."""
+    """Maximum global L2 norm of the reduced gradient; 0 = no clipping."""
 
     @field_validator("lr", mode="wrap")
     @classmethod
     def _one_reason(cls, value: object, check: Callable[[object], Any]) -> Any:
-        """One line about `lr`, not one for the number and one for the word."""
+        """Report one error for `lr`, not one each for number and word."""
         try:
             return check(value)
         except ValidationError:
@@ -446,77 +446,77 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _rate_rules(self) -> OptimConfig:
         if self.lr == "auto" and self.name != "lamb":
-            raise ValueError(f"lr: auto is LAMB's untuned rule; give a number for {self.name}")
+            raise ValueError(f"lr: auto is LAMB's untuned rule; set a number for {self.name}")
         if self.lr == "auto" and self.lr_scaling != "none":
             raise ValueError(
-                f"lr: auto follows the batch already; lr_scaling: {self.lr_scaling} must be none"
+                f"lr: auto already scales with the batch; lr_scaling: {self.lr_scaling} must be none"
             )
         if self.lr_scaling != "none" and self.lr_batch is None:
             raise ValueError(
-                f"lr_scaling: {self.lr_scaling} needs lr_batch, the global batch lr was tuned at"
+                f"lr_scaling: {self.lr_scaling} needs lr_batch, the global batch lr was tuned for"
             )
         return self
 
 
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
-    """auto = single on one rank, ddp on more. independent = every rank a model of its own, nothing reduced:
-    the ceiling that `scale` measures, refused by `train`."""
+    """auto = single on one rank, ddp on several. independent = every rank trains a separate model and nothing
+    is reduced: the ceiling that `scale` measures; refused by `train`."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), under ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
-    """Size of a reduction bucket of ddp, zero1 and accelerate, MiB; null = 25 (torch's first one: 1)."""
+    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (torch's first bucket: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
-    """What ddp sends of a gradient; full = the parameters' precision, fp16 needs `precision: fp16`."""
+    """ddp: data type of reduced gradients; full = the parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
-    """ddp: promise that every step runs the same graph, which spares it a search."""
+    """ddp: promise that every step runs the same graph, so that ddp need not search it."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
-    """fsdp: shard over dp / fsdp_replicas ranks and replicate that over fsdp_replicas (hybrid sharding)."""
+    """fsdp: shard over dp / fsdp_replicas ranks and replicate over fsdp_replicas (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
-    """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """DeepSpeed ZeRO stage: 0 = none, 1 = optimizer state, 2 = gradients too, 3 = parameters too."""
     activation_checkpointing: bool = False
-    """Keep only each block's input for the backward pass and compute the block again: less memory, a third
-    more compute."""
+    """Keep only each block's input and recompute the block in the backward pass: less memory, a third more
+    compute."""
 
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = not by steps. One is saved at the end and on a signal too."""
+    """Optimizer steps between checkpoints; 0 = not by steps. One is also saved at the end and on a signal."""
     every_minutes: Annotated[float, duration(60), OnlyWith("checkpoint.keep")] = Field(
         10.0, ge=0, le=MAX_SECONDS / 60
     )
-    """Minutes without a checkpoint after which one is saved; 0 = not by time. The interval grows where
-    training would stand still for over 1 % of the time."""
+    """Save a checkpoint if the last one is this many minutes old; 0 = not by time. The interval grows if
+    saving would stall training for over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
-    """Newest checkpoints kept; 0 = none is written, and a run that ends early is lost."""
+    """Newest checkpoints to keep; 0 = write none, so that a run that stops early is lost."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
-    """When one cannot be saved: continue, and try again at the next; or stop the run, failed. A run that
-    cannot save its first or its last state has failed in any case."""
+    """If a checkpoint cannot be saved: continue and retry at the next one, or stop the run as failed. A run
+    that cannot save its first or last state always fails."""
 
 
 class EvalConfig(Section):
     every_steps: int = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between held-out losses; 0 = only at the end."""
+    """Optimizer steps between held-out evaluations; 0 = only at the end."""
     max_sequences: Annotated[int, OnlyWith("objective.name", ("mlm",))] = Field(2048, ge=1, le=MAX_STEPS)
-    """Held-out sequences used at most."""
+    """Maximum number of held-out sequences to evaluate."""
 
 
 class LogConfig(Section):
     every_steps: int = Field(10, ge=1, le=MAX_STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     step_times: bool = False
-    """Every rank also writes the times of each of its steps, to steps/rank-N.jsonl."""
+    """Also write every rank's step times to steps/rank-N.jsonl."""
     noise_scale: bool = False
-    """Write the squared gradient norms of each step at two batches, before clipping, to noise.jsonl, and the
-    gradient noise scale of the last 200 steps, in sequences, to summary.json. Under single, ddp and zero1
-    without tensor parallelism; one replica needs accumulation 2 or more."""
+    """Write the squared gradient norms of each step at two batch sizes, before clipping, to noise.jsonl, and
+    the gradient noise scale of the last 200 steps, in sequences, to summary.json. Works with single, ddp and
+    zero1 without tensor parallelism; one replica needs accumulation 2 or more."""
     to: Annotated[tuple[Logger, ...], OneOrMore] = ()
-    """Services that the records are also sent to (extras of the same names); on this machine alone unless
-    the environment asks for more."""
+    """Services that also receive the records (extras of the same names); local to this machine unless
+    environment variables say otherwise."""
 
 
 class PlannedFigure(Section):
-    """Hold a figure of `bert-dp plan` with its 95 % interval and where it comes from; null = unknown."""
+    """Figure predicted by `bert-dp plan`, with its 95 % interval and origin; null = unknown."""
 
     value: float | None
     ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
@@ -526,8 +526,8 @@ class PlannedFigure(Section):
 
 class Config(Section):
     task: Annotated[PathText, AfterValidator(_is_code)] | None = None
-    """FILE.py:function of a task of your own, its model, data and objective (docs/own-code.md), with
-    --allow-code; null = that of objective.name."""
+    """FILE.py:function = a custom task with its own model, data and objective (docs/own-code.md), with
+    --allow-code; null = the built-in task of objective.name."""
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -541,23 +541,23 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto = bf16 where every rank's device multiplies it (a GPU since Ampere, a CPU with avx512_bf16 or
-    amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. A run keeps what it was begun in."""
+    """auto = bf16 if every rank's device has bf16 matrix products (a GPU since Ampere, a CPU with avx512_bf16
+    or amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. Resuming keeps the precision."""
     compile: Annotated[Literal["auto", "on", "off"], FREE_ON_RESUME] = "auto"
-    """auto = on a GPU."""
+    """Use torch.compile; auto = only on GPUs."""
     checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
     eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
     log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()
     prediction: Annotated[dict[PredictedName, PlannedFigure] | None, FREE_ON_RESUME] = None
-    """Figures that `bert-dp plan` predicted, which the page of the run shows beside the measured ones; they
-    change nothing in training."""
+    """Figures predicted by `bert-dp plan`, shown next to the measured ones in the run's report; no effect on
+    training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
-        if self.task is not None:  # its data and its model are its own
+        if self.task is not None:  # a custom task has its own data and model
             if self.schedule.epochs is not None:
                 raise ValueError(
-                    "schedule.epochs: the samples of an own task are not known; use steps or hours"
+                    "schedule.epochs: a custom task's number of samples is unknown; use steps or hours"
                 )
             return self
         if self.has_examples and self.data.path is None:
@@ -575,13 +575,13 @@ class Config(Section):
                 f"set exactly one of data.path, data.sources (got {which}); `builtin` is a source"
             )
         if self.data.sources is not None and not self.data.sources:
-            raise ValueError("data.sources is empty; name a file, a glob or `builtin`")
+            raise ValueError("data.sources is empty; set a file, a glob or `builtin`")
         if self.has_examples:
             return self
         trains_bytes = self.data.tokenizer is None and self.data.build.tokenizer_model == "byte_bpe"
         if trains_bytes and self.data.sources and self.model.vocab_size < MIN_BYTE_VOCAB_SIZE:
             raise ValueError(
-                f"model.vocab_size: {self.model.vocab_size} has no room for the 256 bytes and the special "
+                f"model.vocab_size: {self.model.vocab_size} is too small for the 256 bytes and the special "
                 f"tokens of data.build.tokenizer_model: byte_bpe; set {MIN_BYTE_VOCAB_SIZE} or more"
             )
         if num_masked(self.objective.mask_rate, self.data.sequence_length) < 1:
@@ -593,27 +593,27 @@ class Config(Section):
 
     @property
     def has_examples(self) -> bool:
-        """True if the data are labelled examples, which differ in length, and not packed sequences."""
+        """Return True if the data are labelled examples of varying length, False for packed sequences."""
         return self.objective.name != "mlm"
 
     @property
     def predicted_share(self) -> float:
-        """Share of the positions whose token the model predicts; 0 in finetuning."""
+        """Return the share of positions whose token the model predicts; 0 in finetuning."""
         return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
 
     @property
     def num_masked(self) -> int:
-        """Predicted positions per training sequence."""
+        """Return the number of predicted positions per training sequence."""
         return num_masked(self.predicted_share, self.data.sequence_length)
 
     @property
     def loss_unit(self) -> Literal["nats", "squared error"]:
-        """Unit of the held-out loss."""
+        """Return the unit of the held-out loss."""
         return "squared error" if self.has_examples and self.finetune.kind == "regression" else "nats"
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Unit of the training loss; in distillation by mse of that part of it."""
+        """Return the unit of the training loss; with distill.loss: mse, of the part against the teacher."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 
@@ -626,7 +626,7 @@ class Config(Section):
 def all_settings(
     section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
-    """Yield each setting as a dotted path, its field, and the marks of it and of the sections around it."""
+    """Yield each setting's dotted path, its field, and its marks, including those of enclosing sections."""
     for name, field in section.model_fields.items():
         marks = (*above, *field.metadata)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -636,7 +636,7 @@ def all_settings(
 
 
 def num_masked(rate: float, sequence_length: int) -> int:
-    """Return the positions predicted per sequence: round(rate x S), halves up."""
+    """Return the number of predicted positions per sequence: round(rate x S), with halves rounded up."""
     return int(rate * sequence_length + 0.5)
 
 

@@ -1,1 +1,1 @@
-"""Make shards of text, and stream batches from them. Torch-free but for `stream`."""
+"""Build shards from text, and stream batches from them. Torch-free except for `stream`."""

@@ -1,10 +1,10 @@
 """Build shards from sources, in a directory or in the cache, under a lock. Torch-free.
 
-Sources are read for their hashes, for a sample to train the tokenizer (left out when one is given) and to
-build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
-document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). A build works in a
-temporary directory beside OUT, which takes OUT's place as its last act. `python -m bert_dp.data.build` builds
-for a launcher that supervises ranks, and prints one answer.
+Sources are read three times: to hash them, to sample text for training the tokenizer (skipped if one is
+given), and to build. Memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes
+per document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). The build directory
+is a temporary one next to OUT that finally replaces OUT. `python -m bert_dp.data.build` builds for a launcher
+that supervises ranks, and prints one answer.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
 from bert_dp.training.process import follow_launcher
 
-SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
-WARNED_SHARE = 0.01  # of the documents that a filter drops
+SAMPLE_BYTES = 128 * 2**20  # maximum text to train the tokenizer on
+WARNED_SHARE = 0.01  # share of documents dropped by a filter
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
 Progress = Callable[[str, int, int | None], None]
-"""Stage, done, total; None: unknown, 0: a message and no stage."""
+"""Stage, done, total. total: None = unknown, 0 = `stage` is a message instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
-    """Hold the sources and settings of a build."""
+    """Sources and settings of a build."""
 
     sources: list[inputs.Source]
     config: Config
     settings: dict[str, Any]
-    """`build` of the manifest: everything that the shards depend on beside the sources."""
+    """`build` section of the manifest: everything that the shards depend on except the sources."""
     processes: int | None
     tell: Progress
 
@@ -74,11 +74,11 @@ def build(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build the shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
+    """Build shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
-    `model.vocab_size`: of the tokenizer to train, and the most that a given one may have. `processes`: by
-    default one per core, fewer for small input. An `out` that holds this build is kept; `force` replaces
-    another one. Raises ConfigError, also for too little text and an `out` that would be lost.
+    `model.vocab_size`: size of the tokenizer to train, and limit for a given one. `processes`: by default one
+    per core, fewer for small input. An `out` that contains this build is kept; `force` replaces any other
+    build. Raises ConfigError, also for too little text and for an `out` that would be overwritten.
     """
     data = config.data
     tell: Progress = progress or (lambda stage, done, total: None)
@@ -96,12 +96,12 @@ def build(
         before = [*map(inputs.identity, found)]
         records = [*map(source_record, found)]
         if (kept := _existing(out, settings, records, force)) is not None:
-            tell(f"kept {out}: it holds this build", 0, 0)
+            tell(f"kept {out}: it already contains this build", 0, 0)
             return kept
         with replaced(out) as work:
             manifest = build_in(BuildPlan(found, config, settings, processes, tell), records, work)
             if before != [*map(inputs.identity, found)]:
-                message = "a source changed while it was read"
+                message = "a source changed while it was being read"
                 raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
     for line in (*filter_warnings(manifest), *loss_warnings(manifest.sources)):
         tell(f"warning: {line}", 0, 0)
@@ -111,7 +111,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest of `out` if it holds this build, None if it may be written. Raises ConfigError."""
+    """Return the manifest of `out` if it has this build, None if it may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -121,17 +121,17 @@ def _existing(
         if is_same and manifest.build.model_dump() == settings and not shards.verify(out):
             return manifest
     if not (out.is_dir() and all(shards.OWN_FILES.fullmatch(path.name) for path in out.iterdir())):
-        message = f"{out} holds files that are not shards"
-        raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
+        message = f"{out} contains files that are not shards"
+        raise ConfigError([Issue("--out", "exists", message, str(out), hint="choose a new directory")])
     if not force:
-        message = f"{out} holds another build, or a damaged one"
+        message = f"{out} contains a different or damaged build"
         raise ConfigError([Issue("--out", "exists", message, str(out), "--force", "--force replaces it")])
     return None
 
 
 def cache_dir(config: Config) -> Path:
-    """Return where `ensure` keeps the shards of `config`: in the cache, by a hash of the options, the
-    tokenizer and every source's name, size and mtime. Raises ConfigError."""
+    """Return the directory where `ensure` keeps the shards of `config`: in the cache, keyed by a hash of the
+    options, the tokenizer and every source's name, size and mtime. Raises ConfigError."""
     data = config.data
     facts = {
         "format": format_of(Manifest),
@@ -145,17 +145,17 @@ def cache_dir(config: Config) -> Path:
 
 
 def find(config: Config) -> Path | None:
-    """Return where `ensure` has built the shards of `config`, if it has. Raises ConfigError."""
+    """Return the directory of shards already built by `ensure` for `config`, or None. Raises ConfigError."""
     directory = cache_dir(config)
-    with contextlib.suppress(ConfigError):  # what is damaged is built again
+    with contextlib.suppress(ConfigError):  # damaged shards will be rebuilt
         read_manifest(directory)
         return directory
     return None
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """Return the directory of the shards that `config` needs, built in the cache on first use. Of several
-    processes that call it at once one builds and the others wait. Raises ConfigError."""
+    """Return the directory of the shards for `config`; build them in the cache on first use. If several
+    processes call it at once, one builds and the others wait. Raises ConfigError."""
     given = config.data.path
     if given is None and (issues := files.cache_issues()):
         raise ConfigError(issues)
@@ -174,14 +174,14 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
 
 
 def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Manifest:
-    """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
+    """Build the shards, tokenizer.json and manifest.json in the directory `work`; return the manifest."""
     data = plan.config.data
     tokenizer_json, total = _tokenizer(plan)
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
     cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
-    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # whose size is not known
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # of unknown size
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
         (index, texts)  # of one source
@@ -214,7 +214,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
 
 
 def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
-    """Return (tokenizer.json, number of all documents if it was counted)."""
+    """Return (content of tokenizer.json, total number of documents or None if they were not counted)."""
     most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
     if path is None:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.tell)
@@ -225,7 +225,7 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
             tokenizer = tokens.train(sample, model=model, vocab_size=most, with_normalizer=options.normalize)
             trained.append(tokenizer.to_str())
 
-        thread = threading.Thread(target=train, daemon=True)  # here signals are handled meanwhile
+        thread = threading.Thread(target=train, daemon=True)  # keeps this thread free to handle signals
         thread.start()
         thread.join()
         return trained[0], total
@@ -236,17 +236,17 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
 
 
 def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
-    """Return the name of a source, and of a file its size and, if it is to be `hashed`, its hash."""
+    """Return the name of a source; for a file also its size and, if `hashed`, its hash."""
     record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     if source.path is not None:
-        record["name"] = source.path.name  # not the directory: the same text elsewhere is the same build
+        record["name"] = source.path.name  # without directory: the same text elsewhere is the same build
         record["bytes"] = inputs.file_identity(source.path)["bytes"]
         record["sha256"] = inputs.file_hash(source.path) if hashed else None
     return record
 
 
 def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
-    """Yield all documents of the sources, in order; count them in the records."""
+    """Yield all documents of the sources in order, and count them in the records."""
     for source, record in zip(sources, records, strict=True):
         for text in inputs.documents(source):
             record["documents"] += 1
@@ -254,9 +254,9 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Return the documents to train a tokenizer on, a function of the texts alone, and the number of all.
+    """Sample documents to train a tokenizer on, depending only on the texts; return them and the total count.
 
-    They are those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held.
+    The sample is all documents whose CRC-32 is below a bound, halved whenever it exceeds SAMPLE_BYTES.
     """
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
@@ -284,16 +284,16 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, then write each document to training or held-out by the hash of its text. Add the
-    counts to the records of the sources; return the number of documents that each stage dropped.
+    """Drop duplicates, then write each document to train or held_out by the hash of its text. Add counts to
+    the records of the sources; return the number of documents dropped by each stage.
 
-    Raises ConfigError at the end of a source of which too much is lost.
+    Raises ConfigError at the end of a source if the tokenizer loses too much of it.
     """
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
     near = None
-    if options.dedup == "near":  # its `add` returns False for a sketch this similar to an earlier one
+    if options.dedup == "near":  # `add` returns False if an earlier sketch is at least as similar
         threshold = options.near_threshold
         near = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, 0)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
@@ -327,10 +327,10 @@ def _route(
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that marks the keys [D] uint64 that are seen for the first time, over all calls.
+    """Return a function that marks keys [D] uint64 seen for the first time over all calls.
 
-    Sorted arrays of doubling size hold 8 bytes per key. Two different documents share a key with probability
-    n^2 / 2^65: 3e-4 for any pair among 1e8 documents.
+    It stores 8 bytes per key in sorted arrays of doubling size. The probability that any two of n different
+    documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents.
     """
     levels: list[np.ndarray] = []
 
@@ -351,11 +351,11 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
-    """Raise ConfigError for a source of which more than REFUSED_LOSS is lost."""
+    """Raise ConfigError if the tokenizer loses more than REFUSED_LOSS of a source."""
     source = SourceFile(**record)
     if source.loss > REFUSED_LOSS:
-        without = "" if plan.config.data.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
-        hint = f"{without}{ANY_LANGUAGE}, or leave the source out"
+        without = "" if plan.config.data.tokenizer is None else "omit data.tokenizer (--tokenizer), and "
+        hint = f"{without}{ANY_LANGUAGE}, or omit the source"
         message = f"{source.name}: {source.loss_words()}"
         raise ConfigError([Issue("data.sources", "out_of_range", message, source.loss, hint=hint)])
 
@@ -363,14 +363,14 @@ def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
 def _check_split(
     train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig
 ) -> None:
-    """Raise ConfigError for a split without a sequence and for more held-out than training sequences."""
+    """Raise ConfigError if a split has no sequences, or held_out has more than train."""
     share = options.held_out_fraction
     if train.sequences >= max(1, held_out.sequences) and (held_out.sequences or share == 0):
         return
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
     lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
     sizes = f"training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
-    message = f"too little text: {sizes}; documents are held out whole"
+    message = f"too little text: {sizes}; only whole documents are held out"
     hint = (
         f"add text, split long documents (data.build.documents {options.documents}), or change "
         f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char (0 = no filter)"
@@ -380,15 +380,15 @@ def _check_split(
 
 
 def filter_warnings(manifest: Manifest) -> list[str]:
-    """Name each filter that dropped more than WARNED_SHARE of the documents, and its setting."""
+    """Describe each filter that dropped more than WARNED_SHARE of the documents, with its setting."""
     limit = tokens.max_tokens_per_char(manifest.build, manifest.vocab_size)
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     reasons = {
-        "empty": "the tokenizer keeps nothing of them (data.build.normalize, data.tokenizer)",
+        "empty": "the tokenizer produces no tokens for them (data.build.normalize, data.tokenizer)",
         "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char; 0 "
         "keeps all)",
-        "exact_duplicate": "the tokens of an earlier document (data.build.dedup; none keeps all)",
-        "near_duplicate": "much like an earlier document (data.build.dedup; exact keeps them)",
+        "exact_duplicate": "same tokens as an earlier document (data.build.dedup; none keeps all)",
+        "near_duplicate": "similar to an earlier document (data.build.dedup; exact keeps them)",
     }
     return [
         f"{count:,} of {total:,} documents ({count / total:.1%}) were dropped: {reasons[stage]}"
@@ -399,17 +399,17 @@ def filter_warnings(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock file beside `out`; the kernel frees it when its holder ends. Raises ConfigError."""
+    """Hold the lock file next to `out`; the kernel releases it when the process exits. Raises ConfigError."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = files.lock(path)
         if file is None:
-            sys.stderr.write(files.printable(f"wait for another process that writes {out}\n"))
+            sys.stderr.write(files.printable(f"waiting for another process that is writing {out}\n"))
             file = files.lock(path, wait=True)
     except OSError as error:
         setting = "BERT_DP_CACHE" if out.is_relative_to(files.cache_root()) else "--out"
-        message, hint = f"{out.parent} cannot be written ({error.strerror})", "name a directory elsewhere"
+        message, hint = f"{out.parent} is not writable ({error.strerror})", "choose another directory"
         raise ConfigError([Issue(setting, "not_found", message, value=str(out), hint=hint)]) from None
     with file:
         try:
@@ -420,24 +420,24 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a directory that replaces `out` at the end; on failure remove it. The caller holds the lock."""
+    """Yield a directory and finally replace `out` with it; on failure, remove it. Requires the lock."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-        shutil.rmtree(stale)  # its process is gone: this one holds the lock
-    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # a signal finds its name
+        shutil.rmtree(stale)  # its process has exited, since this one holds the lock
+    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # named before mkdir: `finally` needs the name
     old = work.with_name(f"{work.name}-old")
     try:
         work.mkdir(mode=0o700)
         yield work
         umask = os.umask(0o077)
         os.umask(umask)
-        work.chmod(0o777 & ~umask)  # it was private until here, also where the user shares
+        work.chmod(0o777 & ~umask)  # private until now, even if the user's umask shares files
         if out.exists():
             out.rename(old)
         work.rename(out)
     finally:
         if old.exists() and not out.exists():
-            old.rename(out)  # stopped between the two
+            old.rename(out)  # interrupted between the two renames
         for directory in (work, old):
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -446,13 +446,13 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(answer: Callable[[], str]) -> int:
-    """Print the answer and return 0. Return 2 for bad input, whose issues are printed as JSON, 1 for a
-    failure, with a line on stderr, and 128 + the signal when stopped."""
+    """Print the answer and return 0. Return 2 for bad input and print its issues as JSON; 1 for a failure,
+    with a line on stderr; 128 + the signal number if stopped."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher blocks it until now
         sys.stdout.write(f"{answer()}\n")
     except ConfigError as error:
         sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
@@ -460,14 +460,14 @@ def run_command(answer: Callable[[], str]) -> int:
     except KeyboardInterrupt as stop:
         return 128 + int(stop.args[0])
     except (OSError, RuntimeError) as error:
-        place = f"the cache is {files.cache_root()}, BERT_DP_CACHE names another"
+        place = f"the cache is {files.cache_root()}; set BERT_DP_CACHE to use another directory"
         sys.stderr.write(files.printable(f"error: {error}; {place}\n"))
         return 1
     return 0
 
 
 def _stop(number: int, frame: object) -> None:
-    """Leave once: another signal must not disturb the removal of what is unfinished."""
+    """Exit once: a second signal must not interrupt the removal of unfinished files."""
     for other in STOPS:
         signal.signal(other, lambda *_: None)
     raise KeyboardInterrupt(number)
@@ -475,8 +475,8 @@ def _stop(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield a function that writes a stage's progress to stderr: on a terminal a line that is renewed twice a
-    second, else a line every ten seconds."""
+    """Yield a function that writes a stage's progress to stderr: on a terminal, one line updated twice a
+    second; otherwise a new line every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
     end = ""  # of the open line
@@ -501,7 +501,7 @@ def shown_progress() -> Iterator[Progress]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
-    prints an empty line where they are not built. Return the exit code of run_command."""
+    prints an empty line if they are not built yet. Return the exit code of run_command."""
     verb, path = argv
 
     def answer() -> str:

@@ -1,8 +1,8 @@
 """Read documents from files, globs, directories, the hub and CPython's documentation. Torch-free.
 
-A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
-record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. Files of a glob or
-directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is held.
+A document is one non-empty line of a text file (or the lines between two blank lines), the text of one JSON
+record, Parquet row or hub data set row, one docstring or one help topic of CPython. Files of a glob or
+directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is in memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bert_dp.config.errors import refusing, require, sha256
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
-PACKED_BYTES = 512  # a call unpacks all of its input, which may be 32 768 times as much
+ZSTD_WINDOW_BYTES = 2**31  # the maximum, made by zstd --long=31
+PACKED_BYTES = 512  # a call decompresses all of its input, to up to 32 768 times its size
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {
     "": "text",
@@ -43,8 +43,8 @@ FORMATS = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-"""Suffix -> what a file holds."""
-# the library's own tests are not documentation, and site-packages differs from machine to machine
+"""Suffix -> format of a file."""
+# the library's tests are not documentation, and site-packages differs between machines
 NOT_DOCUMENTATION = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
 )
@@ -57,7 +57,7 @@ def suffixes(path: Path) -> tuple[str, str]:
 
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
+    """Yield (place, record) for JSON records: one per line, or all in one array. Raises ConfigError."""
     begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
     if begin.startswith(b"["):
         yield from _array(path)
@@ -69,17 +69,17 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
             message = f"line {number} is not JSON ({error})"
-            raise _refused(path, "damaged", message, "write one object a line") from None
+            raise _refused(path, "damaged", message, "write one object per line") from None
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of a JSON array, which is read whole. Raises ConfigError."""
+    """Yield (place, record) for a JSON array, read as a whole. Raises ConfigError."""
     data = bytearray()
     for chunk in _chunks(path):
         data += chunk
         if len(data) > MAX_ARRAY_BYTES:
-            message = f"a JSON array of more than {MAX_ARRAY_BYTES // 2**20} MiB is not read"
-            hint = "write one object a line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
+            message = f"a JSON array may not exceed {MAX_ARRAY_BYTES // 2**20} MiB"
+            hint = "write one object per line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
             raise _refused(path, "out_of_range", message, hint)
     try:
         records = json.loads(data.decode("utf-8-sig"))
@@ -92,7 +92,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text without LF or CRLF) of the lines of a text file. Raises ConfigError."""
+    """Yield (number from 1, text without LF or CRLF) for each line of a text file. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -101,7 +101,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, _decode(path, number, line)
         if len(rest) > MAX_DOCUMENT_BYTES:
             message = f"line {number + 1} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
-            raise _refused(path, "out_of_range", message, "a line is one document, split it")
+            raise _refused(path, "out_of_range", message, "split it: each line is one document")
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
 
@@ -124,7 +124,7 @@ def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file, unpacked, in chunks that are not empty. Raises ConfigError."""
+    """Yield the decompressed content of a file in non-empty chunks. Raises ConfigError."""
     compression = suffixes(path)[1]
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
     make_stream: Callable[[], Any] = lzma.LZMADecompressor
@@ -135,7 +135,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
         damage = (EOFError, zstandard.ZstdError)
         make_stream = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj
     padding = b"" if compression == ".zst" else b"\0"
-    chunk = bytearray()  # of at least CHUNK_BYTES, as a long line is joined from its chunks
+    chunk = bytearray()  # of at least CHUNK_BYTES, because a long line is joined from its chunks
     try:
         with path.open("rb") as raw:
             whole = iter(lambda: raw.read(CHUNK_BYTES), b"")
@@ -147,14 +147,14 @@ def _chunks(path: Path) -> Iterator[bytes]:
         if chunk:
             yield bytes(chunk)
     except damage as error:
-        raise _refused(path, "damaged", f"corrupt or cut {compression} file ({error})") from None
+        raise _refused(path, "damaged", f"corrupt or truncated {compression} file ({error})") from None
     except OSError as error:
         raise _refused(path, "not_found", f"cannot be read ({error.strerror})", None) from None
 
 
 def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
-    """Yield the content of all streams of a compressed file, with `padding` between them. Raises EOFError."""
-    # the readers of lzma and zstandard end without an error at a damaged second stream and a cut last one
+    """Yield the content of all streams in a compressed file, separated by `padding`. Raises EOFError."""
+    # lzma's and zstandard's readers stop silently at a damaged second stream and a truncated last one
     stream: Any = None
     while data := raw.read(PACKED_BYTES):
         while stream is not None or (data := data.lstrip(padding) if padding else data):
@@ -164,16 +164,16 @@ def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> 
                 break
             data, stream = stream.unused_data, None
     if stream is not None:
-        raise EOFError("the last stream does not end")
+        raise EOFError("the last stream is incomplete")
 
 
-def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "fetch it again") -> ConfigError:
+def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get a new copy") -> ConfigError:
     return ConfigError([Issue(str(path), kind, message, hint=hint)])
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) with the columns `keys` that the file has; with all where it lacks the first. A key
-    a.b, where no column has that name, stands for the column a. Raises ConfigError for a damaged file."""
+    """Yield (place, row) with the columns `keys` that the file has, or all columns if it lacks the first. If
+    no column is called a.b, the key a.b selects column a. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     row = 0
@@ -188,13 +188,13 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
                 yield f"row {row}", record
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
-        message = f"corrupt or compressed Parquet after row {row} ({reason})"
+        message = f"corrupt Parquet, or Parquet in a compressed file, after row {row} ({reason})"
         raise _refused(path, "damaged", message) from None
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed by `datasets`; a class is its name or null. Raises
-    ConfigError."""
+    """Yield (place, row) from `hub:NAME[:CONFIG]`, streamed by `datasets`; a class label becomes its name or
+    None. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -208,14 +208,14 @@ def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
             for key, names in classes.items():
                 record[key] = None if record[key] in (None, -1) else names[record[key]]
             yield f"row {row}", record
-    except Exception as error:  # the hub, the network and every data format raise their own
+    except Exception as error:  # the hub, the network and every data format raise different types
         message = f"{type(error).__name__} after row {row}: {' '.join(str(error).split())[:300]}"
         raise ConfigError([Issue(name, "not_found", message, hint="check the name and network")]) from None
 
 
 @functools.cache
 def builtin_documents() -> tuple[str, ...]:
-    """Return docstrings of the standard library and help topics, about 2 MB; parsed, never run."""
+    """Return standard library docstrings and help topics, about 2 MB; files are parsed, never executed."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     for path in sorted(root.rglob("*.py")):
@@ -223,7 +223,7 @@ def builtin_documents() -> tuple[str, ...]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old escape sequences in the library
+                warnings.simplefilter("ignore")  # invalid escape sequences in the library
                 tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
@@ -234,8 +234,8 @@ def builtin_documents() -> tuple[str, ...]:
                 values = [value.value for value in node.values if isinstance(value, ast.Constant)]
                 texts += [value for value in values if isinstance(value, str)]
     if sum(map(len, texts)) < 100_000:
-        message = f"builtin: {root} holds no library sources"
-        raise ConfigError([Issue("data.sources", "not_found", message, hint="name a text file instead")])
+        message = f"builtin: {root} contains no library sources"
+        raise ConfigError([Issue("data.sources", "not_found", message, hint="pass a text file instead")])
     return tuple(texts)
 
 
@@ -244,24 +244,24 @@ ABSENT = object()
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Name one file (path set), `hub:NAME[:CONFIG]`, or `builtin:VERSION`."""
+    """One text source: a file (`path` set), hub:NAME[:CONFIG] or builtin:VERSION."""
 
     name: str
     path: Path | None = None
     format: str = "text"
-    """Of a file: text, jsonl or parquet."""
+    """Format of a file: text, jsonl or parquet."""
     text_field: str = "text"
-    """Of a record or row: the key of its text, or a path of nested keys such as a.b."""
+    """Key of the text in a record or row, or path of nested keys such as a.b."""
     documents: str = "line"
-    """What ends a document of a text file: line or blank_line."""
+    """End of a document in a text file: line or blank_line."""
 
 
 def resolve(
     sources: Sequence[str], options: BuildConfig | None = None, out: Path | None = None
 ) -> list[Source]:
-    """Expand globs and directories, without the files in `out`, an earlier build.
+    """Expand globs and directories, skipping files in `out`, which may contain an earlier build.
 
-    Raises ConfigError with every source that matches nothing, is no regular file or has an unknown format.
+    Raises ConfigError for every source that matches nothing, is not a regular file or has an unknown format.
     """
     options = options or BuildConfig()
     of_format = None if options.source_format == "auto" else options.source_format
@@ -282,10 +282,10 @@ def resolve(
                 message = f"{path} is not a regular file"
                 issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
-                message = f"{path} has the suffix {suffixes(path)[0]}, which belongs to no known format"
+                message = f"{path} has the suffix {suffixes(path)[0]}, which is not a known format"
                 hint = (
-                    f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format "
-                    "text (data.build.source_format) reads its lines as they are, header, ids and quotes too"
+                    f"convert it to one of {', '.join(filter(None, FORMATS))}, or set its format: --format "
+                    "text (data.build.source_format) reads raw lines, including headers, ids and quotes"
                 )
                 other = "data.build.source_format"
                 issues.append(Issue("data.sources", "unknown", message, str(path), other, hint))
@@ -297,7 +297,7 @@ def resolve(
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Find the files of a name, a glob, or a directory: those with a known suffix, or all, outside `out`."""
+    """Find the files of a path, glob or directory (there: with a known suffix, or all, outside `out`)."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -311,12 +311,12 @@ def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """Return what changes when the source changes, without reading it. Raises ConfigError."""
+    """Return values that change when the source changes, without reading it. Raises ConfigError."""
     return {"name": source.name} if source.path is None else file_identity(source.path)
 
 
 def file_identity(path: Path) -> dict[str, Any]:
-    """Return name, bytes and time of the last change of a file. Raises ConfigError."""
+    """Return the path, size and modification time of a file. Raises ConfigError."""
     with refusing(str(path)):
         stat = path.stat()
     return {"name": str(path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -325,13 +325,13 @@ def file_identity(path: Path) -> dict[str, Any]:
 def file_hash(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises ConfigError."""
     if path.exists() and not path.is_file():
-        raise ConfigError([Issue(str(path), "unsupported", "not a regular file", hint="name one")])
+        raise ConfigError([Issue(str(path), "unsupported", "not a regular file", hint="pass a regular file")])
     with refusing(str(path)):
         return sha256(path)
 
 
 def documents(source: Source) -> Iterator[str]:
-    """Yield the documents of a source, in order, without blank ones.
+    """Yield the non-blank documents of a source, in order.
 
     Raises ConfigError with file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
@@ -351,11 +351,11 @@ def documents(source: Source) -> Iterator[str]:
             empty = False
             yield text
     if empty:
-        raise ConfigError([Issue(name, "missing", "holds no text", hint="leave it out")])
+        raise ConfigError([Issue(name, "missing", "contains no text", hint="omit it")])
 
 
 def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of a JSON or Parquet file (the columns `keys`) or a split of a hub data set.
+    """Yield (place, record) from a JSON file, a Parquet file (columns `keys`) or a split of a hub data set.
     Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
@@ -363,7 +363,7 @@ def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterat
 
 
 def value_of(record: Any, key: str) -> Any:
-    """Look up a key of a record, else a path of nested keys such as a.b; ABSENT where there is neither."""
+    """Look up a key in a record, else a path of nested keys such as a.b; ABSENT if there is neither."""
     if not isinstance(record, dict):
         return ABSENT
     if key in record:
@@ -373,7 +373,7 @@ def value_of(record: Any, key: str) -> Any:
 
 
 def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
-    """Return the text of a record of the source `name`. Raises ConfigError for one that has none."""
+    """Return the text of a record from the source `name`. Raises ConfigError if it has none."""
     text = value_of(record, key)
     if not isinstance(text, str):
         kind: IssueKind = "missing" if text is ABSENT else "wrong_type"
@@ -381,18 +381,18 @@ def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
         if text is ABSENT and isinstance(record, dict):
             got = f"keys {sorted(record)[:8]}"
         message = f"{place} has no string {key!r} (got {got})"
-        fix = fix or "name the key that holds the text with --text-key (data.build.text_field)"
+        fix = fix or "set --text-key (data.build.text_field) to the key of the text"
         raise ConfigError([Issue(name, kind, message, key, hint=f"{fix}, or drop the record")])
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"{place} holds a lone surrogate {text[error.start]!a}, which is not text"
+        message = f"{place} contains a lone surrogate {text[error.start]!a}, which is not text"
         raise ConfigError([Issue(name, "damaged", message, hint="remove it")]) from None
     return text
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """Yield the lines between two blank ones as one text."""
+    """Yield the lines between two blank lines as one text."""
     block: list[str] = []
     size = 0  # characters
     for number, line in lines(path):
@@ -410,7 +410,7 @@ def _blocks(path: Path) -> Iterator[str]:
 
 
 def document_key(text: str) -> int:
-    """Return a 64-bit hash of a document, regardless of case and white space."""
+    """Return a 64-bit hash of a document, ignoring case and white space."""
     return content_key(" ".join(text.lower().split()).encode())
 
 

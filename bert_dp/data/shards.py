@@ -1,6 +1,6 @@
 """Write, map, verify and inspect packed shards. Torch-free.
 
-Flat uint16 files of whole sequences [sequences, S], and a manifest.json with their sizes and hashes.
+Shards are flat uint16 files of whole sequences [sequences, S]; manifest.json has their sizes and hashes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from bert_dp.config.manifest import Shard, beyond
 from bert_dp.data import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-SAMPLED_BYTES = 2**30  # verified at the start of a run, about a second however large the corpus
+SAMPLED_BYTES = 2**30  # verified at the start of a run: about a second, regardless of the corpus size
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
 
 
 class ShardWriter:
-    """Pack a stream of tokens into sequences of S and those into files of at most SHARD_BYTES."""
+    """Pack a stream of tokens into sequences of length S, and sequences into files of at most SHARD_BYTES."""
 
     def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
         self.directory, self.name, self.length = directory, name, sequence_length
@@ -38,7 +38,7 @@ class ShardWriter:
         self._file: BinaryIO | None = None
 
     def write(self, ids: np.ndarray) -> None:
-        """Append tokens [T]; whole sequences go to disk."""
+        """Append tokens [T]; write whole sequences to disk."""
         ids = np.concatenate([self._rest, ids.astype(TOKEN, copy=False)])
         whole = len(ids) // self.length
         self._rest = ids[whole * self.length :]
@@ -60,7 +60,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """End the open file; the tokens that fill no sequence are dropped."""
+        """Close the open file; drop tokens of an incomplete sequence."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -70,16 +70,16 @@ class ShardWriter:
             self.shards[-1] |= {"bytes": size, "sha256": self._digest.hexdigest()}
 
     def record(self) -> dict[str, Any]:
-        """Return the split's part of the manifest."""
+        """Return the split's section of the manifest."""
         size = {"sequences": self.sequences, "tokens": self.sequences * self.length}
         return {**size, "documents": self.documents, "shards": self.shards}
 
 
 class MappedShards:
-    """Map the sequences of several files as one array: [n, S] uint16."""
+    """Memory-map the sequences of several files as one array, [n, S] uint16."""
 
     def __init__(self, files: Sequence[Path], length: int, vocab_size: int | None = None):
-        """`vocab_size`: `rows` refuses token ids beyond it."""
+        """Open the files. `vocab_size`: if set, `rows` refuses ids of this size or more."""
         self.length, self._files, self._vocab_size = length, files, vocab_size
         self._maps = [np.memmap(file, TOKEN, "r").reshape(-1, length) for file in files]
         self._starts = np.cumsum([0, *(len(m) for m in self._maps)])
@@ -90,7 +90,7 @@ class MappedShards:
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
         """Read the sequences at `index_B`, [B, S], in that order.
 
-        Raises ConfigError for a token id beyond the vocabulary, which no embedding has a row for.
+        Raises ConfigError for a token id outside the vocabulary, for which the embedding has no row.
         """
         out_BS = np.empty((len(index_B), self.length), TOKEN)
         shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
@@ -104,7 +104,7 @@ class MappedShards:
 
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Find damage in shards taken at random, other ones at every start, until SAMPLED_BYTES are read."""
+    """Find damage in shards chosen at random, anew at every start, until SAMPLED_BYTES have been read."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:
@@ -114,14 +114,14 @@ def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
 
 
 def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
-    """Compare a shard's SHA-256 and its largest token id with the manifest; one chunk is held."""
+    """Compare a shard's SHA-256 and its largest token id with the manifest, chunk by chunk."""
     digest, greatest = hashlib.sha256(), 0
     try:
         with file.open("rb") as opened:
             while chunk := opened.read(CHUNK_BYTES):
                 digest.update(chunk)
                 greatest = max(greatest, int(np.frombuffer(chunk, TOKEN).max()))
-    except (OSError, ValueError) as error:  # ValueError: half a token
+    except (OSError, ValueError) as error:  # ValueError: odd number of bytes
         message = f"cannot be read ({getattr(error, 'strerror', error)})"
         return [Issue(str(file), "damaged", message, hint=Manifest.hint)]
     issues, actual = [], digest.hexdigest()
@@ -134,12 +134,12 @@ def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
 
 
 def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
-    """Describe a token id that the vocabulary does not have."""
+    """Return the issue for a token id outside the vocabulary."""
     return Issue(str(file), "damaged", beyond(token, vocab_size), token, hint=Manifest.hint)
 
 
 def verify(directory: Path) -> list[Issue]:
-    """Find every problem by reading all shards: sizes, SHA-256, token ids. Empty = sound."""
+    """Find every problem by reading all shards: sizes, SHA-256, token ids. Empty = no problem."""
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:
@@ -149,7 +149,7 @@ def verify(directory: Path) -> list[Issue]:
 
 
 def inspect(directory: Path) -> dict[str, Any]:
-    """Return the manifest, decoded training sequences and problems, as JSON values. Raises ConfigError."""
+    """Return the manifest, sample training sequences and problems as JSON values. Raises ConfigError."""
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
     mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)

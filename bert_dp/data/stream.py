@@ -1,8 +1,8 @@
-"""Make micro batches of shards. Order and masks are pure functions of (seed, epoch, sample index).
+"""Make micro batches from shards. Order and masks are pure functions of (seed, epoch, sample index).
 
 Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K.
-A *sample* is a position in the endless training stream; its epoch is sample // n, and the sequence it
-reads is a permutation of sample % n. Nothing depends on the number of ranks, threads or micro batches.
+A *sample* is a position in the endless training stream; its epoch is sample // n, and its sequence is a
+permutation of sample % n. Nothing depends on the number of ranks, threads or micro batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEISTEL_ROUNDS = 6
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Hold one micro batch; sample_ids are positions in the training stream."""
+    """One micro batch; sample_ids are positions in the training stream."""
 
     sample_ids: NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class MlmBatch(TensorBatch):
-    """Hold masked sequences. positions are flat: b * S + s; seed_B is dropout's."""
+    """Micro batch of masked sequences. Positions are flat, b * S + s; seed_B seeds dropout."""
 
     ids_BS: Tensor
     positions_P: Tensor
@@ -60,14 +60,14 @@ class MlmBatch(TensorBatch):
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a 64-bit bijection."""
+    """Apply splitmix64's finalizer, a 64-bit bijection (Steele et al. 2014, doi 10.1145/2714064.2660195)."""
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))
 
 
 def hash64(*parts: Any) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of integers or integer arrays, broadcast together; at least one axis."""
+    """Return 64-bit hashes of integers or integer arrays, broadcast together; at least one axis."""
     state = np.zeros(1, U64)
     for part in parts:
         state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
@@ -76,7 +76,7 @@ def hash64(*parts: Any) -> NDArray[np.uint64]:
 
 def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network over the next even
-    number of bits, walked until the value falls inside (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
+    number of bits, with cycle walking (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
 
     index: [B] int64 in [0, size); key: [1] or [B] uint64. Returns [B] int64.
     """
@@ -106,11 +106,11 @@ class MaskVocabulary:
 def mask(
     rows_BS: NDArray[np.uint16], seed_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
+    """Choose exactly `num_masked` = K positions per row, and corrupt them 80/10/10 with deterministic counts.
 
-    Of K, round(K / 10) become a random ordinary token, round(K / 10) stay, the rest become <mask>
-    (K = 32: 26 / 3 / 3, the recipe's counts; K = 16: 12 / 2 / 2, which is 75 / 12.5 / 12.5 %). Returns
-    ids [B, S], flat positions [B * K], labels [B * K].
+    Of K, round(K / 10) become a random ordinary token, round(K / 10) remain unchanged, and the rest become
+    <mask> (K = 32: 26 / 3 / 3, the recipe's counts; K = 16: 12 / 2 / 2, which is 75 / 12.5 / 12.5 %).
+    Returns ids [B, S], flat positions [B * K], labels [B * K].
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
@@ -128,7 +128,7 @@ def mask(
 
 
 class Shards(MappedShards):
-    """Map the sequences of one split: [n, S] uint16."""
+    """Memory-map the sequences of one split, [n, S] uint16."""
 
     def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
         files = [directory / shard.file for shard in getattr(manifest, split).shards]
@@ -140,7 +140,7 @@ class Shards(MappedShards):
 def training_batch(
     shards: Shards, sample_ids: NDArray[np.int64], *, seed: int, num_masked: int, shuffle: bool
 ) -> MlmBatch:
-    """Make the micro batch of the given stream positions."""
+    """Make the micro batch for the given stream positions."""
     epoch_B, within_B = np.divmod(sample_ids, len(shards))
     index_B = permute(within_B, len(shards), hash64(seed, 1, epoch_B)) if shuffle else within_B
     seed_B = hash64(seed, 2, epoch_B, index_B)
@@ -151,17 +151,17 @@ def training_batch(
 
 
 def key32(seed_B: NDArray[np.uint64]) -> Tensor:
-    """Return [B] int32: the keys of examples for bert_dp.model.kernels."""
+    """Convert seeds to the int32 keys [B] that bert_dp.model.kernels uses."""
     return torch.from_numpy((seed_B >> U64(32)).astype(np.uint32).view(np.int32))
 
 
 def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
-    """Return this replica's share of the held-out sequences, dealt round-robin, their masks always the same.
+    """Return this replica's share of the held-out sequences, dealt round-robin, with fixed masks.
 
-    Every replica gets as many batches, filled up with rows whose labels are IGNORE: shapes stay static, and
-    engines that communicate in the forward pass stay together.
+    Every replica gets the same number of batches, padded with rows whose labels are IGNORE: shapes stay
+    static, and engines that communicate in the forward pass stay in step.
     """
     total = min(len(shards), max_sequences)
     batches = []
@@ -197,11 +197,11 @@ AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 class TrainingStream(Generic[AnyBatch]):
-    """Prefetch the micro batches of one replica by threads, in order; `make` gives that of some positions in
-    the training stream.
+    """Prefetch the micro batches of one replica in threads, in order. `make` builds the micro batch for given
+    positions in the training stream.
 
-    From `start_sample` on, micro batches of `micro_size` samples go round-robin to the replicas, so a
-    replica's stream does not depend on accumulation or on the batch ramp.
+    From `start_sample` on, micro batches of `micro_size` samples are dealt round-robin to the replicas, so
+    that a replica's stream depends neither on accumulation nor on the batch ramp.
     """
 
     def __init__(
@@ -224,10 +224,10 @@ class TrainingStream(Generic[AnyBatch]):
         self._queue: collections.deque[Future[AnyBatch]] = collections.deque()
         self._depth = 2 * workers
         self.wait_s = 0.0
-        """Seconds `next` has blocked so far."""
+        """Total seconds that `next` has blocked."""
 
     def next(self) -> AnyBatch:
-        """Return this replica's next micro batch, on the host; wait when the threads are behind."""
+        """Return this replica's next micro batch, on the host; wait if the threads are behind."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())

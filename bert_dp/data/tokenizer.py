@@ -1,10 +1,10 @@
-"""Normalise texts, train and load tokenizers, encode documents. Torch-free.
+"""Normalize texts, train and load tokenizers, and encode documents. Torch-free.
 
-Recipe (cramming, `tokenizer_preparation.py`): WordPiece of 32768, split at white space and punctuation,
-`##`, the normaliser in the tokenizer itself, so that a tokenizer.json carries it. One deviation: the
-recipe's normaliser (NFD, lower case, drop non-ASCII) also drops the white space, dashes, quotes and
-ligatures that are not ASCII, which joins the words beside them; this one replaces them by ASCII first.
-Documents are encoded in one process or a pool of spawned ones.
+Recipe (cramming, `tokenizer_preparation.py`): WordPiece with 32768 tokens, split at white space and
+punctuation, prefix `##`; the normalizer is part of the tokenizer, so that tokenizer.json includes it. One
+deviation: the recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII white space, dashes,
+quotes and ligatures, which joins adjacent words; this one first replaces them with ASCII. Documents are
+encoded in this process or in a pool of spawned processes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ MAX_ALPHABET = 1000  # characters; rarer ones become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
-# replaced after NFKD and lower case; regular expressions of explicit characters, because \s and the like
-# depend on the version of Unicode
+# replaced after NFKD and lower case; explicit characters, because classes such as \s depend on the Unicode
+# version
 WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 DASHES = (
     "[\u058a\u05be\u1400\u1806\u2010-\u2015\u2053\u207b\u208b\u2212\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u2e5d\u301c"
     "\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d\U00010d6e\U00010ead]"
 )
-# after NFKD; a space, as they often stand between words or numbers without one. Not the middle dot and
-# the hyphenation point, which stand inside of words
+# replaced after NFKD with a space, because they often separate words or numbers without one; excludes the
+# middle dot and the hyphenation point, which occur inside words
 SYMBOLS = (
     "[\u00a1-\u00b6\u00b8-\u00bf\u2020-\u2026\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u2e00-\u2e5d\u3001-\u3003"
     "\u3008-\u3020\u303d\U0001f000-\U0001faff]"
@@ -67,23 +67,23 @@ REPLACED = (
     ("[\u2018-\u201b\u2032\u2035\u2039\u203a]", "'"),
     ("[\u00ab\u00bb\u201c-\u201f]", '"'),
     ("\u00d7", "x"),  # multiplication sign
-    ("\u2044", "/"),  # fraction slash, also of vulgar fractions after NFKD
+    ("\u2044", "/"),  # fraction slash, also in vulgar fractions after NFKD
     ("\u00e6", "ae"),
     ("\u0153", "oe"),
     ("\u00df", "ss"),
     ("\u00f7", "/"),  # division sign
     ("\u2264", "<="),
     ("\u2265", ">="),
-    ("\u00ad", ""),  # soft hyphen, which SYMBOLS would make a space
+    ("\u00ad", ""),  # soft hyphen, which SYMBOLS would replace with a space
     (SYMBOLS, " "),
 )
-NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD makes them = < > and a stroke
+NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD: = < > and a combining stroke
 FRACTIONS = "\u00bc\u00bd\u00be\u2189" + "".join(map(chr, range(0x2150, 0x2160)))
 RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # digits, SM and TM
 
 
 class _CharacterTable(dict[int, str]):
-    """Map a code point to its normal form for str.translate; filled on demand."""
+    """Table for str.translate from code points to their normal forms, filled on demand."""
 
     def __missing__(self, code: int) -> str:
         self[code] = text = normalizer().normalize_str(chr(code))
@@ -94,7 +94,7 @@ _table = _CharacterTable()
 
 
 def normalize(text: str) -> str:
-    """Do in Python what `normalizer()` does; encoding is faster than with the normaliser left in."""
+    """Normalize like `normalizer()`, but in Python, which is faster than encoding with a normalizer."""
     text = text.replace("``", '"').replace("''", '"')
     if not text.isascii():
         text = NON_ASCII.sub(lambda run: run[0].translate(_table), text)
@@ -103,18 +103,18 @@ def normalize(text: str) -> str:
 
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
-    """Replace TeX-style quote pairs by ", apply NFKD and lower case, replace what has an ASCII counterpart
-    (REPLACED), drop the rest of non-ASCII, collapse spaces.
+    """Return the normalizer: replace TeX-style quote pairs with ", apply NFKD and lower case, replace
+    characters that have an ASCII equivalent (REPLACED), drop other non-ASCII, collapse spaces.
 
-    But for quote pairs and spaces no character's result depends on its neighbours, which `normalize` needs.
+    Apart from quote pairs and spaces, no result depends on neighbouring characters; `normalize` relies on it.
     """
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
-            # 1\u00bd is 1 1/2, not 11/2, and 10\u00b2 is not 102; one by one, because a match of no width
-            # damages the alignment
+            # 1\u00bd is 1 1/2, not 11/2, and 10\u00b2 is not 102; one by one, because a zero-width match
+            # corrupts the alignment
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -126,8 +126,8 @@ def normalizer() -> normalizers.Normalizer:
 
 
 def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
-    """Return the function that counts the letters (Unicode category L) of a text, given with its token ids,
-    and those that are lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
+    """Return a function of a text and its token ids that counts letters (Unicode category L) and, of these,
+    lost letters: dropped by the normalizer of `tokenizer`, or part of an `unk` token."""
     normalizer = tokenizer.normalizer
 
     @functools.cache
@@ -152,7 +152,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
     def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
         letters, lost = count_letters(text)
         if unk in ids:
-            encoded = tokenizer.encode(text, add_special_tokens=False)  # its offsets are those of the text
+            encoded = tokenizer.encode(text, add_special_tokens=False)  # offsets refer to the original text
             for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
                 if token == unk:
                     inside, lost_inside = count_letters(text[start:end])
@@ -165,7 +165,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 def train(
     sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens; the same sample gives the same tokenizer."""
+    """Train a tokenizer of at most `vocab_size` tokens, or fewer if the sample is small. Deterministic."""
     texts = [normalize(text) if with_normalizer else text for text in sample]
     learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
     tokenizer = learn(texts, vocab_size)
@@ -178,12 +178,12 @@ def train(
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
-    # tokenizers numbers the ## letters in the order of a hash map and breaks ties by number (its issue 1794),
-    # so here they are numbered beforehand
+    # `tokenizers` numbers ## letters in hash-map order and breaks ties by number (its issue 1794), so number
+    # them here in advance
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
-    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # as letter, as ## letter, and room for words
+    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # thirds: letters, ## letters, words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
     learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -218,7 +218,7 @@ def _train_byte_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.TemplateProcessing:
-    """Frame texts as <cls> A <sep> and <cls> A <sep> B <sep>, like examples of finetuning."""
+    """Return a processor that frames texts as <cls> A <sep> or <cls> A <sep> B <sep>, as in finetuning."""
     cls, sep = (tokenizer.id_to_token(special[role]) for role in ("cls", "sep"))
     return processors.TemplateProcessing(
         single=[cls, "$A", sep],
@@ -228,8 +228,8 @@ def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.Templ
 
 
 def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int | None:
-    """Return the separators between two texts in the frame of a tokenizer that neither pads nor truncates: 1,
-    or 2 (RoBERTa's `</s></s>`); None for any other frame."""
+    """Return the number of separators between two texts in the frame of a tokenizer without padding or
+    truncation: 1, or 2 (RoBERTa's `</s></s>`); None for any other frame."""
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
     single, pair = tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids
@@ -240,8 +240,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Return the tokenizer at `path` with the frame of our examples, or None if it already has that and does
-    not pad or truncate."""
+    """Return the tokenizer at `path`, modified to frame texts as in finetuning, without padding or
+    truncation; None if it does so already."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
@@ -254,7 +254,7 @@ def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | No
 
 
 def load(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises ConfigError when it is not one or its ids do not fit in 16 bits."""
+    """Read a tokenizer.json. Raises ConfigError if it is invalid or its ids do not fit in 16 bits."""
     try:
         tokenizer = Tokenizer.from_str(read_regular(path, files.MAX_JSON_BYTES).decode())
     except OSError as error:
@@ -263,7 +263,7 @@ def load(path: Path) -> Tokenizer:
         reason = " ".join(str(error).split())[:200]
         raise _refused(path, "damaged", f"not a tokenizer.json ({reason})") from None
     if size(tokenizer) > MAX_VOCAB_SIZE:
-        message = f"{size(tokenizer)} tokens, at most {MAX_VOCAB_SIZE} fit in 16 bits"
+        message = f"{size(tokenizer)} tokens, but at most {MAX_VOCAB_SIZE} fit in 16 bits"
         raise _refused(path, "out_of_range", message, "use a smaller tokenizer")
     return tokenizer
 
@@ -273,12 +273,12 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = None)
 
 
 def size(tokenizer: Tokenizer) -> int:
-    """Return the rows that an embedding needs: one more than the largest id."""
+    """Return the number of rows that an embedding needs: one more than the largest id."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Find ids by role: pad, unk, cls, sep, mask as `<role>`, `[ROLE]`, or RoBERTa's `<s>` and `</s>`.
+    """Find ids by role (pad, unk, cls, sep, mask), spelled `<role>`, `[ROLE]`, or RoBERTa's `<s>`, `</s>`.
 
     Raises ConfigError with every role that the tokenizer `name` lacks.
     """
@@ -298,22 +298,23 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return `num_special`: ids from here on may replace a token at random.
+    """Return `num_special`, the lowest id of the random replacements for tokens.
 
-    A tokenizer may keep its special tokens at the end (ModernBERT); those in the upper half are not counted,
-    and a random replacement then hits one of them a few times in 50 000.
+    Special tokens in the upper half are ignored, because some tokenizers (ModernBERT) put theirs at the end;
+    a random replacement then hits one of them a few times in 50 000.
     """
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
 
 def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
-    """Return data.build.max_tokens_per_char, or the limit that follows from the vocabulary.
+    """Return data.build.max_tokens_per_char, or a default: a quadratic in log2(32,768 / vocab_size), 0.25 at
+    32,768 as in the recipe.
 
-    The recipe drops a document above 0.25 with 32,768 tokens, 4.1 % of 45,896 documents of clean English
-    (paragraphs of eight OpenStax textbooks, introductions of Wikipedia articles). With WordPiece vocabularies
-    of 4,096, 8,192, 16,384 and 65,535 tokens that were trained on them the polynomial drops 4.4, 4.0, 3.9 and
-    4.0 % (2026-11-27); 0.25 would drop 18 % at 8,192.
+    It drops about 4 % of clean English at every vocabulary size: of 45,896 documents (paragraphs of eight
+    OpenStax textbooks, introductions of Wikipedia articles), 4.1 % at 32,768, and 4.4, 4.0, 3.9 and 4.0 %
+    with WordPiece vocabularies of 4,096, 8,192, 16,384 and 65,535 trained on them (2026-11-27). A constant
+    0.25 would drop 18 % at 8,192.
     """
     if options.max_tokens_per_char is not None:
         return options.max_tokens_per_char
@@ -321,7 +322,7 @@ def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
     return 0.25 + 0.017 * octaves + 0.0038 * octaves**2
 
 
-COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
+COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # counts per source in the manifest
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
 NUM_PERMUTATIONS = 128  # of a MinHash sketch
 SHINGLE_WORDS = 5
@@ -329,20 +330,20 @@ SHINGLE_WORDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class EncodedDocuments:
-    """Hold the D kept documents of the N of a batch, in order."""
+    """D documents, in order, that were kept from a batch of N."""
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
-    lengths: np.ndarray  # [D] int64, tokens with sep
-    keys: np.ndarray  # [D] uint64, hash of the text, which decides the split
-    contents: np.ndarray  # [D] uint64, hash of the token ids, which duplicates share
+    lengths: np.ndarray  # [D] int64, tokens including sep
+    keys: np.ndarray  # [D] uint64, hash of the text, which determines the split
+    contents: np.ndarray  # [D] uint64, hash of the token ids, equal for duplicates
     sketches: list[Any]  # [D] rensa.RMinHash, or empty
-    counts: list[int]  # of all documents, in the order of COUNTS
+    counts: list[int]  # over all N documents, in the order of COUNTS
     empty: int
     filtered: int
 
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
+    """Yield lists of up to BATCH_DOCUMENTS documents, ending early at BATCH_CHARS characters."""
     batch, chars = list[str](), 0
     for text in documents:
         batch.append(text)
@@ -362,7 +363,7 @@ def make_encoder(tokenizer_json: str, options: BuildConfig) -> Callable[[list[st
     tokenizer = Tokenizer(models.WordPiece())
     tokenizer.normalizer = normalizer()
     has_our_normalizer = tree.get("normalizer") == json.loads(tokenizer.to_str())["normalizer"]
-    if has_our_normalizer:  # `normalize` does the same, and is faster
+    if has_our_normalizer:  # `normalize` does the same, but faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))
     for each in (whole, tokenizer):
@@ -401,7 +402,7 @@ def make_encoder(tokenizer_json: str, options: BuildConfig) -> Callable[[list[st
 
 
 def rensa() -> Any:
-    """Import the package rensa. Raises ConfigError where it is not installed."""
+    """Import the package rensa. Raises ConfigError if it is not installed."""
     return require("rensa", "dedup", "data.build.dedup: near")
 
 
@@ -413,9 +414,9 @@ def _shingles(text: str) -> list[str]:
 def encode_all(
     batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
-    """Encode numbered batches in `processes` spawned processes (1 = in this one), in their order.
+    """Encode numbered batches in `processes` spawned processes (1 = in this process), preserving their order.
 
-    At most three batches per process are held. The processes end with this one, however it ends.
+    At most three batches per process are in memory. The processes exit with this one, however it exits.
     """
     if processes == 1:
         encode = make_encoder(tokenizer_json, options)
@@ -437,13 +438,13 @@ def encode_all(
             yield from finished(3 * processes - 1)
         yield from finished(0)
     except BrokenProcessPool:
-        raise RunFailed("a tokenising process died (memory full?); try fewer processes") from None
+        raise RunFailed("a tokenizer process died (out of memory?); try fewer processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _start(tokenizer_json: str, options: BuildConfig) -> None:
-    """Set up a spawned process: end with the parent, leave Ctrl-C to it, load the tokenizer once."""
+    """Set up a spawned process: exit with the parent, ignore Ctrl-C, load the tokenizer once."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,7 +1,7 @@
-"""Make the transfer set of a distillation: changed copies of examples, as Tang et al. 2019 (arXiv 1903.12136)
-make them, or the texts of a file with a teacher's logits. Torch-free.
+"""Make the transfer set for distillation: augmented copies of examples as in Tang et al. 2019 (arXiv
+1903.12136), or the texts in a file of a teacher's logits. Torch-free.
 
-A copy is a function of seed, example and copy alone.
+A copy depends only on the seed, the example and the number of the copy.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from bert_dp.data import readers
 from bert_dp.examples.glue import GlueData
 from bert_dp.examples.table import CustomData, LabelledData, LabelledTable, Row, data_error
 
-MASK_RATE = REPLACE_RATE = 0.1  # of the words
-CUT_RATE = 0.25  # of the texts
+MASK_RATE = REPLACE_RATE = 0.1  # of words
+CUT_RATE = 0.25  # of texts
 LONGEST_CUT = 5  # words
-MASK, HOLE = "\0", "\1"  # stand for a mask token, and for a token that a language model is to draw
-HOLE_ID = 2**16 - 1  # of such a token until then; no vocabulary has it
+MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token to be sampled by a language model
+HOLE_ID = 2**16 - 1  # id of HOLE before sampling; no vocabulary has it
 
 Substitute = Callable[[str, int, Random], str]
-"""The text, the index of the word to replace, and the random numbers to draw with, to another word."""
+"""(text, index of the word to replace, random generator) -> replacement word."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
-    """Mask words, replace words, and keep one n-gram alone, each with its rate."""
+    """Mask words, replace words, and reduce the text to one n-gram, each with its rate."""
     words = text.split()
     for index in range(len(words)):
         x = draw.random()
@@ -54,8 +54,8 @@ def changed(text: str, substitute: Substitute, draw: Random) -> str:
 def copy_of(
     texts: tuple[str, ...], substitute: Substitute, *, seed: int, example: int, copy: int
 ) -> tuple[str, ...]:
-    """Return a changed copy of an example. Of a pair the first text changes, then the second, then both."""
-    draw = Random(f"{seed}/{example}/{copy}")  # noqa: S311 (no secret)
+    """Return an augmented copy of an example. Copies of a pair change the first text, the second, or both."""
+    draw = Random(f"{seed}/{example}/{copy}")  # noqa: S311 (not a secret)
     sides = (0, 1) if len(texts) == 1 or copy % 3 == 2 else (copy % 3,)
     return tuple(
         changed(text, substitute, draw) if side in sides else text for side, text in enumerate(texts)
@@ -63,7 +63,7 @@ def copy_of(
 
 
 class SameTagWords:
-    """Replace a word by one of the same part of speech, by their frequencies in the texts of train."""
+    """Replace a word with one of the same part of speech, sampled by frequency in the training texts."""
 
     def __init__(self, texts: Iterable[str], tag: Callable[[list[str]], list[str]]):
         self._tags = {text: tag(text.split()) for text in texts}
@@ -80,31 +80,31 @@ class SameTagWords:
 
 
 def load_tagger() -> Callable[[list[str]], list[str]]:
-    """Return HanTa's tagger of English: words to tags. Raises ConfigError where the extra `pos` is absent."""
+    """Return HanTa's English tagger: words to tags. Raises ConfigError without the extra `pos`."""
     tagger = require("HanTa.HanoverTagger", "pos", "--replace: pos").HanoverTagger("morphmodel_en.pgz")
     return lambda words: [tag for _, _, tag in tagger.tag_sent(words)]
 
 
 @dataclasses.dataclass(frozen=True)
 class AugmentedData:
-    """Add changed copies of the examples of train to a data set."""
+    """Data set with augmented copies of the training examples."""
 
     data: GlueData | CustomData
     seed: int
     copies: int
-    """Of an example, before duplicates are dropped."""
+    """Copies per example, before duplicates are dropped."""
     replace: Literal["pos", "mlm", "none"]
     model: Path | None = None
-    """Checkpoint of the masked language model that draws words."""
+    """Checkpoint of the masked language model that samples words."""
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change when the data do. Raises ConfigError."""
+        """Return values that change when the data change. Raises ConfigError."""
         drawn_by = None if self.model is None else files.weights_hash(self.model)
         own = {"seed": self.seed, "copies": self.copies, "replace": self.replace, "model": drawn_by}
         return {**self.data.identity(), **own}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data and add the copies, without those that repeat an example. Raises ConfigError."""
+        """Read the data and add copies, except those that repeat an example. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
         substitute: Substitute = lambda *_: HOLE  # noqa: E731
@@ -124,7 +124,7 @@ class AugmentedData:
         return dataclasses.replace(labelled, tables={**labelled.tables, TRAIN: whole})
 
     def fill_holes(self, ids: NDArray[np.uint16], offsets: NDArray[np.int64]) -> None:
-        """Replace each HOLE_ID of encoded examples, in place, by a token that the model draws."""
+        """Replace each HOLE_ID in encoded examples, in place, with a token sampled from the model."""
         if self.model is not None and (ids == HOLE_ID).any():
             from bert_dp.evaluation import teacher  # with torch
 
@@ -133,18 +133,18 @@ class AugmentedData:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsData:
-    """Take the texts of a JSONL file, with the logits of any teacher, in place of train's."""
+    """Data set with training texts, and any teacher's logits for them, from a JSONL file."""
 
     data: GlueData | CustomData
     file: str
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change when the data do. Raises ConfigError."""
+        """Return values that change when the data change. Raises ConfigError."""
         source = readers.identity(readers.Source(self.file, Path(self.file), "jsonl"))
         return {**self.data.identity(), "logits": source}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, and the file as train. Raises ConfigError."""
+        """Read the data, with the file as train. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         outputs = max(1, len(labelled.labels))
         columns = ("text", "text_pair")[: len(labelled.tables[TRAIN].rows[0].texts)]
@@ -157,13 +157,13 @@ class LogitsData:
             if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers) or not numbers:
                 raise data_error(self.file, "damaged", f"{place}: logits are not a list of finite numbers")
             if len(numbers) != outputs:
-                message = f"{place}: {len(numbers)} logits, expected {outputs}, one for each label"
+                message = f"{place}: {len(numbers)} logits, expected {outputs}, one per label"
                 raise data_error(self.file, "conflict", message)
             if len(columns) == 1 and "text_pair" in record:
-                raise data_error(self.file, "conflict", f"{place} is a pair, train has single texts")
+                raise data_error(self.file, "conflict", f"{place} is a pair, but train has single texts")
             rows.append(Row(place, texts, None))
             logits.append(numbers)
         if not rows:
-            raise data_error(self.file, "missing", "holds no example")
+            raise data_error(self.file, "missing", "contains no examples")
         tables = {**labelled.tables, TRAIN: LabelledTable(self.file, rows)}
         return dataclasses.replace(labelled, tables=tables, logits=np.array(logits, np.float32))

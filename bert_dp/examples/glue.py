@@ -1,7 +1,7 @@
-"""Define GLUE's tasks and read their files from folders and tars. Torch-free.
+"""Define the GLUE tasks, and read their files from folders and tars. Torch-free.
 
-Row counts, columns and the order of the labels are those of the published data set
-(https://gluebenchmark.com/tasks, and `nyu-mll/glue` on the hub).
+Row counts, columns and label order match the published data set (https://gluebenchmark.com/tasks, and
+`nyu-mll/glue` on the hub).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bert_dp.examples.table import (
     read_delimited,
 )
 
-MAX_FILE_BYTES = 2**30  # GLUE's largest, MNLI's train.tsv, has some hundred MB
+MAX_FILE_BYTES = 2**30  # the largest GLUE file, MNLI's train.tsv, has a few hundred MB
 MAX_MEMBERS = 10_000  # of a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
@@ -44,18 +44,18 @@ def _rows(*counts: int, splits: Sequence[str] = (TRAIN, "dev", "test")) -> dict[
 
 @dataclasses.dataclass(frozen=True)
 class GlueDefinition:
-    """Describe the files of a task, SPLIT.tsv for each split."""
+    """Files of a task: one SPLIT.tsv per split."""
 
     texts: tuple[str, ...]
     label: str
     labels: tuple[str, ...]
-    """As the files have them, in the order of the model's outputs; empty of a regression."""
+    """Labels as in the files, in the order of the model's outputs; empty for regression."""
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
     other_train_rows: int = 0
-    """Another number of rows of train that counts as complete."""
+    """Alternative number of train rows that also counts as complete."""
     header: tuple[str, ...] = ()
-    """Of train and dev, if the files have none."""
+    """Columns of train and dev if the files have no header."""
 
     @property
     def kind(self) -> LabelKind:
@@ -63,7 +63,7 @@ class GlueDefinition:
 
     @property
     def required(self) -> list[str]:
-        """Return the splits that must be there, those with labels."""
+        """Return the required splits, which have labels."""
         return [split for split in self.rows if not split.startswith("test")]
 
 
@@ -87,7 +87,7 @@ TASKS = {
         ZERO_ONE,
         ("accuracy", "f1", "auc"),
         _rows(363_846, 40_430, 390_965),
-        # train.tsv has rows that line ends cut in pieces; loaders differ by three in what they keep
+        # some rows in train.tsv are broken by line ends; row counts of loaders differ by three
         other_train_rows=363_849,
     ),
     "MNLI": GlueDefinition(
@@ -107,7 +107,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """Name a task and the places of its files: each is taken from the first of `places` that has it."""
+    """GLUE task and the places of its files; each file is read from the first of `places` that has it."""
 
     task: str
     places: tuple[Path, ...]
@@ -115,7 +115,7 @@ class GlueData:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             hint = f"choose from {', '.join(TASKS)}"
-            raise data_error("--task", "unknown", f"{self.task} is not a task of GLUE", hint, self.task)
+            raise data_error("--task", "unknown", f"{self.task} is not a GLUE task", hint, self.task)
 
     def identity(self) -> dict[str, Any]:
         """Return values that change when a file does, without reading it. Raises ConfigError."""
@@ -131,7 +131,7 @@ class GlueData:
         files: dict[str, bytes] = {}
         for place in self.places:
             files |= read_files(place, [name for name in names if name not in files])
-        looked, fix = ", ".join(map(str, self.places)), "add --data with the folder or tar that has it"
+        looked, fix = ", ".join(map(str, self.places)), "pass --data with the folder or tar that has it"
         if absent := [name for name in names if name not in files and Path(name).stem in task.required]:
             issues = [Issue("--data", "missing", f"no {name} in {looked}", name, hint=fix) for name in absent]
             raise ConfigError(issues)
@@ -147,7 +147,7 @@ class GlueData:
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the train and dev files of each task that none of `places` has. Raises ConfigError."""
+    """Return the train and dev files of each task that are not in `places`. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
         present = read_files(place, [file for files in absent.values() for file in files], content=False)
@@ -156,8 +156,8 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Read those of `names` ("RTE/train.tsv") that a folder or tar holds, in a tar below any folder. Nothing
-    is unpacked. Without `content` the bytes are empty. Raises ConfigError."""
+    """Read those of `names` ("RTE/train.tsv") that a folder or tar contains; in a tar, below any folder.
+    Nothing is extracted to disk. Without `content`, the bytes are empty. Raises ConfigError."""
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():
@@ -166,22 +166,22 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                     found[name] = read_regular(place / name, MAX_FILE_BYTES) if content else b""
             return found
         if not place.is_file():
-            raise data_error(str(place), "not_found", "no such folder or tar", "correct the path")
+            raise data_error(str(place), "not_found", "no such folder or tar", "check the path")
         with tarfile.open(place) as archive:
             for count, member in enumerate(archive):
                 if count == MAX_MEMBERS:
-                    raise data_error(str(place), "damaged", f"more than {count} files", "name GLUE's own tar")
+                    raise data_error(str(place), "damaged", f"more than {count} files", "pass a tar of GLUE")
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
                 if wanted and wanted[0] not in found and member.isreg():  # a link is not followed
                     if content and member.size > MAX_FILE_BYTES:
                         size = f"{member.name} has {member.size} bytes"
-                        raise data_error(str(place), "damaged", size, "fetch it again")
+                        raise data_error(str(place), "damaged", size, "download it again")
                     file = archive.extractfile(member) if content else None
                     found[wanted[0]] = file.read() if file else b""
                 if len(found) == len(names):
                     break
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
-        fix = "fetch it again; unpack a zip and name the folder"
+        fix = "download it again; for a zip, unpack it and pass the folder"
         raise data_error(str(place), "damaged", "not a tar, or a damaged one", fix) from None
     except OSError as error:
         message = f"cannot be read ({error.strerror or error})"
@@ -190,8 +190,8 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
 
 
 def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
-    """Read the rows of a file. Those of train that lack fields are left out; in dev and test, where every
-    example has to be scored, they are refused, and one with an empty text is kept. Raises ConfigError."""
+    """Read the rows of a file. Rows that lack fields are skipped in train and refused in dev and test, where
+    every example must be scored; rows with an empty text are kept. Raises ConfigError."""
     split, rows, left_out = Path(name).stem, list[Row](), 0
     is_test = split.startswith("test")
     columns = Columns(task.texts, task.label)
@@ -205,9 +205,9 @@ def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
                 left_out += 1
             else:
                 message = f"{place} has fewer fields than the header"
-                raise data_error(name, "damaged", message, "fetch the file again")
+                raise data_error(name, "damaged", message, "download the file again")
     except UnicodeDecodeError as error:
-        raise data_error(name, "damaged", f"not UTF-8 ({error.reason})", "fetch the file again") from None
+        raise data_error(name, "damaged", f"not UTF-8 ({error.reason})", "download the file again") from None
     if not rows:
-        raise data_error(name, "missing", "holds no example", "fetch the file again")
+        raise data_error(name, "missing", "contains no examples", "download the file again")
     return LabelledTable(name, rows, left_out)

@@ -1,6 +1,6 @@
-"""Prepare labelled texts for finetuning: token ids and labels in a directory of the cache. Torch-free.
+"""Prepare labelled texts for finetuning: token ids and labels in a cache directory. Torch-free.
 
-`python -m bert_dp.examples.prepare` is started by the launcher, whose options it takes.
+The launcher runs `python -m bert_dp.examples.prepare` and passes on its options.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or for `missing` GLUE's absent files as JSON. Raises ConfigError."""
+    """Return the prepared directory, or for `missing` the absent GLUE files as JSON. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     parser.add_argument("verb", choices=["missing", "prepare"])
     parser.add_argument("--dev-share", type=float, default=0.0)
@@ -98,10 +98,10 @@ def _data(options: argparse.Namespace) -> AnyData:
 def prepare(
     data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0, seed: int = 0
 ) -> tuple[Path, ExamplesManifest]:
-    """Return the prepared directory and its manifest; build it in the cache on first use.
+    """Return the prepared directory and its manifest; build the directory in the cache on first use.
 
-    `length`: tokens of the longest example. `dev_share`: of train that becomes dev, drawn by `seed`; 0 = dev
-    is a file. Of several processes that call it at once one builds and the others wait. Raises ConfigError.
+    `length`: maximum tokens per example. `dev_share`: share of train to move to dev, sampled with `seed`; 0 =
+    dev is a file. If several processes call it at once, one builds and the others wait. Raises ConfigError.
     """
     if issues := record.cache_issues():
         raise ConfigError(issues)
@@ -133,7 +133,7 @@ def prepare(
 def _build(
     labelled: LabelledData, encoder: ExampleEncoder, tokenizer: Path, dev_share: float, seed: int, work: Path
 ) -> None:
-    """Write the splits, tokenizer.json and examples.json into the directory `work`."""
+    """Write the splits, tokenizer.json and examples.json to the directory `work`."""
     if dev_share:
         labelled = _with_drawn_dev(labelled, dev_share, seed)
     train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
@@ -149,7 +149,7 @@ def _build(
     for split, table in labelled.tables.items():
         encoded = encoder.encode([row.texts for row in table.rows])
         if len(encoded.textless) == len(table.rows):
-            message, fix = f"{tokenizer} keeps no token of its texts", "finetune a run whose tokenizer does"
+            message, fix = f"{tokenizer} yields no tokens for its texts", "choose a run whose tokenizer does"
             raise data_error(table.name, "unsupported", message, fix)
         arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
         splits[split] = {
@@ -189,7 +189,7 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score a constant answer, the most frequent label or the mean score of train, on a split."""
+    """Score a constant answer on a split: the most frequent label, or mean score, in train."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -197,12 +197,12 @@ def _baseline(
 
 
 def _key(row: Row) -> int:
-    """Hash the texts of an example to 64 bits, regardless of case and white space."""
+    """Hash the texts of an example to 64 bits, ignoring case and white space."""
     return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of each class of train to dev, by a hash of the seed and the texts. Raises ConfigError."""
+    """Move a share of each class in train to dev, by a hash of seed and texts. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -215,7 +215,7 @@ def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> Labelled
     for row in whole.rows:
         rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
-        message = f"{share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} none"
+        message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
         raise data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False
@@ -231,48 +231,48 @@ def summary(manifest: ExamplesManifest) -> str:
             f"truncated to {manifest.sequence_length}": split.truncated,
             "changed copies": split.copies,
             "also in train": split.in_train,
-            "broken rows left out": split.left_out,
-            "with a text without a token": split.without_tokens,
+            "broken rows skipped": split.left_out,
+            "with a text without tokens": split.without_tokens,
         }
         notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         parts.append(f"{name} {split.examples:,} examples ({notes})")
-    official = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
+    official = {None: "", True: "; official GLUE row counts", False: "; a subset, not a GLUE score"}
     return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedExamples:
-    """Hold the token ids of n examples, one after another."""
+    """Concatenated token ids of n examples."""
 
     ids: NDArray[np.uint16]  # [T]
     offsets: NDArray[np.int64]  # [n + 1]
     truncated: int
-    """Examples that were longer than the encoder's length."""
+    """Number of examples longer than the encoder's length."""
     textless: NDArray[np.int64]
-    """Indices of the examples with a text that has no token; of a pair one such text is enough."""
+    """Indices of examples in which at least one text has no tokens."""
     letters: int
-    """Of the texts, before they are cut."""
+    """Letters in the texts before truncation."""
     lost_letters: int
-    """Letters that the tokenizer drops, or that are part of unknown tokens."""
+    """Letters that the tokenizer drops, and letters in unknown tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleEncoder:
-    """Convert examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids; RoBERTa's
-    tokenizers have two separators between the texts."""
+    """Encode examples as `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids; RoBERTa
+    tokenizers put two separators between the texts."""
 
     tokenizer: Tokenizer
     special: dict[str, int]
     """Ids by role: pad, cls, sep and others."""
     length: int
     has_cls: bool = True
-    """False: the examples are `A <sep>` or `A <sep> B <sep>`."""
+    """False = encode as `A <sep>` or `A <sep> B <sep>`."""
     separators: int = 1
-    """Between two texts."""
+    """Number of separators between two texts."""
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Characters of bert_dp.examples.augment that stand for tokens."""
+    """Placeholder characters of bert_dp.examples.augment -> token ids."""
     fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
-    """Called with `ids` and `offsets`, where some ids are HOLE_ID, to replace them in place."""
+    """Callback that receives `ids` and `offsets` and replaces ids equal to HOLE_ID in place."""
 
     @classmethod
     def load(cls, path: Path, length: int) -> ExampleEncoder:
@@ -313,15 +313,15 @@ class ExampleEncoder:
         return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
 
     def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
-        """Return True if there is an example whose every text has a token. Reads up to its batch."""
+        """Return True if every text of some example has tokens. Stops after the first such batch."""
         return any(all(parts) for parts in self._parts(examples))
 
     def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
-        """Yield the ids of each text of an example, without special tokens."""
+        """Yield, for each example, the ids of each of its texts, without special tokens."""
         for start in range(0, len(examples), BATCH_EXAMPLES):
             batch = examples[start : start + BATCH_EXAMPLES]
             pieces = [*chain.from_iterable(batch)]
-            if self.marks:  # the texts between them
+            if self.marks:  # encode the pieces between the marks
                 split = re.compile(f"[{''.join(self.marks)}]").split
                 pieces = [piece.rstrip() for text in pieces for piece in split(text)]
             encoded = iter(self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
@@ -329,7 +329,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of a text from those of its pieces, the next ones, and of its marks."""
+        """Join the ids of a text's marks and of its pieces, taken from `pieces`."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -337,8 +337,8 @@ class ExampleEncoder:
 
 
 def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
-    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one, of the
-    second if they are equally long."""
+    """Truncate one or two parts to `room` tokens in total: drop tokens from the end of the longer part, or of
+    the second if both have the same length."""
     if len(parts) == 1:
         return [parts[0][:room]]
     first, second = parts

@@ -1,7 +1,7 @@
-"""Read rows of labelled texts, check the types of their columns, and store encoded examples. Torch-free.
+"""Read rows of labelled texts, check their column types, and store encoded examples. Torch-free.
 
-A file of examples holds `ids` uint16 [T], the tokens of all; `offsets` int64 [n + 1], where each begins and
-ends; and `labels`, if known: int64 [n] (multi_label: uint8 [n, L], regression: float32 [n]).
+A file of examples contains `ids` uint16 [T], the tokens of all examples; `offsets` int64 [n + 1], their
+bounds; and `labels`, if known: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n].
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from bert_dp.data.readers import ABSENT, MAX_DOCUMENT_BYTES, text_of, value_of
 
 DIALECTS: dict[str, dict[str, Any]] = {
     "csv": {"delimiter": ",", "strict": True},
-    "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # as GLUE: a quote is a character like others
+    "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # as in GLUE: quotes are ordinary characters
 }
-SEPARATOR_FIX = "the fields of .csv are separated by commas, of .tsv by tabs"
-COLUMN_FIX = f"name it with --text, --text-pair or --label; {SEPARATOR_FIX}"
-SCORES_FIX = "give --kind regression where the labels are scores"
-MAX_BYTES = 2**31  # of a split's file, which is held whole
+SEPARATOR_FIX = "fields are separated by commas in .csv and by tabs in .tsv"
+COLUMN_FIX = f"choose a column with --text, --text-pair or --label; {SEPARATOR_FIX}"
+SCORES_FIX = "pass --kind regression if the labels are scores"
+MAX_BYTES = 2**31  # of a split's file, which is read into memory
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
@@ -53,66 +53,66 @@ METRICS: dict[LabelKind, tuple[Metric, ...]] = {
 csv.field_size_limit(MAX_DOCUMENT_BYTES)
 
 Label = tuple[str, ...] | float | None
-"""Names (several of multi_label), the score of a regression, or None where the file has none."""
+"""Names (one, or any number for multi_label), a regression score, or None if the file has no label."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Name the columns of the one or two texts and of the label."""
+    """Column names of the one or two texts and of the label."""
 
     texts: tuple[str, ...]
     label: str = ""
-    """Empty: none is looked for."""
+    """Empty = no label is read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Hold one example of a file."""
+    """One example in a file."""
 
     place: str
-    """In the file, as in "line 7"."""
+    """Position in the file, such as "line 7"."""
     texts: tuple[str, ...]
     label: Label
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledTable:
-    """Hold the rows of one file."""
+    """Rows of one file."""
 
     name: str
     rows: list[Row]
     left_out: int = 0
-    """Broken rows."""
+    """Number of broken rows that were skipped."""
     copies: int = 0
-    """Last rows, which are changed copies of others."""
+    """Number of augmented copies of other rows, at the end of `rows`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledData:
-    """Hold the tables of a task by split, and the meaning of their labels."""
+    """Tables of a task by split, and the meaning of their labels."""
 
     task: str
     kind: LabelKind
     labels: tuple[str, ...]
-    """Names in the order of the model's outputs; empty of a regression."""
+    """Names in the order of the model's outputs; empty for regression."""
     metrics: tuple[Metric, ...]
     tables: dict[str, LabelledTable]
     official: bool | None
-    """True if the tables have GLUE's own numbers of rows; None of other tasks."""
+    """True if the tables have GLUE's official numbers of rows; None for other tasks."""
     logits: NDArray[np.float32] | None = None
-    """[n, L] of a teacher, of the rows of train, which then have no labels of their own."""
+    """Teacher's logits [n, L] for the rows of train, which then have no labels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomData:
-    """Name a user's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
+    """User's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
 
     files: dict[str, str]
     columns: Columns
     kind: LabelKind | None
-    """None: single_label, but scores are refused."""
+    """None = single_label, but scores are refused."""
     finds_pair: bool = False
-    """Take a column PAIR of train, if there is one, as the second text."""
+    """Use the column PAIR of train, if it exists, as the second text."""
 
     def identity(self) -> dict[str, Any]:
         """Return values that change when a file does, without reading it. Raises ConfigError."""
@@ -134,8 +134,8 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. Those of test may have no labels, but then none of them has one.
-    `finds_pair`: a column PAIR is the second text. Raises ConfigError."""
+    """Read the rows of a file. In test, either all or no rows may lack labels. `finds_pair`: use a column
+    PAIR as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
     for place, record in _records(source, columns, split):
@@ -146,11 +146,11 @@ def read_table(
             raise data_error(name, "missing", f"{place}: a text is empty", "drop the row")
         rows.append(row)
     if not rows:
-        raise data_error(name, "missing", "holds no example")
+        raise data_error(name, "missing", "contains no examples")
     if is_test and all(row.label in (None, ()) for row in rows):
         rows = [dataclasses.replace(row, label=None) for row in rows]
     elif bare := next((row.place for row in rows if row.label is None), None):
-        message = f"{bare} has no label, but others have one"
+        message = f"{bare} has no label, but other rows do"
         raise data_error(name, "missing", message, "label all rows or none")
     return LabelledTable(source.path.name if source.path else name, rows)
 
@@ -160,7 +160,7 @@ def _source(name: str) -> readers.Source:
         return readers.Source(name)
     path = Path(os.path.expanduser(name))
     if path.exists() and not path.is_file():
-        raise data_error(name, "wrong_type", "is not a regular file", "name a file of examples")
+        raise data_error(name, "wrong_type", "is not a regular file", "pass a file of examples")
     if (suffix := readers.suffixes(path)[0]) not in FORMATS:
         message = f"is not a table; known suffixes are {', '.join(FORMATS)}"
         raise data_error(name, "unsupported", message, "convert it")
@@ -176,7 +176,7 @@ def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[t
     lines = (line + "\n" for _, line in readers.lines(source.path))
     for place, record, surplus in read_delimited(source.name, lines, source.format, columns):
         if surplus:
-            message = f"{place} has {abs(surplus)} fields {'more' if surplus > 0 else 'less'} than the header"
+            message = f"{place}: {abs(surplus)} {'more' if surplus > 0 else 'fewer'} fields than the header"
             raise data_error(source.name, "damaged", message, "correct it")
         yield place, record
 
@@ -184,27 +184,27 @@ def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[t
 def data_error(
     name: str, kind: IssueKind, message: str, hint: str | None = None, value: Any = None
 ) -> ConfigError:
-    """Return the error of one problem in the file `name`."""
+    """Return the ConfigError for one problem in the file `name`."""
     return ConfigError([Issue(name, kind, message, value, hint=hint)])
 
 
 def read_delimited(
     name: str, lines: Iterator[str], format: str, columns: Columns, header: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, str], int]]:
-    """Yield the place, the fields by name and the surplus of fields of each row of a csv or tsv. The surplus
-    is negative where fields are missing. `header`: of a file without one.
+    """Yield the place, the fields by name and the number of surplus fields of each row in a csv or tsv. The
+    number is negative if fields are missing. `header`: columns of a file without a header.
 
-    A blank line is an empty text in a table of one column and skipped in a wider one. Raises ConfigError.
+    A blank line is an empty text in a one-column table, and skipped in wider tables. Raises ConfigError.
     """
     reader = csv.reader(lines, **DIALECTS[format])
-    end = 0  # last line of the row before
+    end = 0  # last line of the previous row
     try:
         for fields in reader:
             place, end = f"line {end + 1}", reader.line_num
             if not header:
                 header = fields
                 if twice := [c for c in (*columns.texts, columns.label) if header.count(c) > 1]:
-                    message = f"the header names {twice[0]!r} twice"
+                    message = f"column {twice[0]!r} occurs twice in the header"
                     raise data_error(name, "conflict", message, "rename one", twice[0])
             elif len(header) == 1 or len(fields) > 1 or "".join(fields).strip():
                 fields = fields or [""]
@@ -215,7 +215,7 @@ def read_delimited(
 
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
-    """Check the types of a record's texts and label. A test set may have no labels. Raises ConfigError."""
+    """Check the types of a record's texts and label, which is optional in test sets. Raises ConfigError."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
@@ -234,8 +234,8 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
 
 
 def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
-    """Convert the cell of a label to names (of multi_label a list, JSON of one, or a text with | between
-    them) or a score. Raises ValueError."""
+    """Convert a label's cell to names (for multi_label: a list, a JSON list, or text separated by |) or to a
+    score. Raises ValueError."""
     if kind == "regression":
         return _score(cell)
     if kind == "single_label":
@@ -248,7 +248,7 @@ def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
 
 
 def _name(value: Any) -> str:
-    """Convert a value to the name of a label. A whole number has one name: that of 0.0 and "0.0" is 0."""
+    """Convert a value to a label name. Whole numbers have a unique name: 0.0 and "0.0" become "0"."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):
@@ -268,22 +268,22 @@ def _score(value: Any) -> float:
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return the names in train, sorted as numbers if all are whole numbers, else as text; () for regression.
+    """Return the label names in train, sorted as numbers if all are integers, else as text; regression: ().
 
-    `kind`: None = single_label, but a number with decimals, which is probably a score, is refused. Raises
-    ConfigError, also for too few or too many different labels.
+    `kind`: None = single_label, but numbers with decimals are refused because they are probably scores.
+    Raises ConfigError, also for too few or too many different labels.
     """
     found: set[Any] = set()
     for row in train.rows:
         found.update(row.label if isinstance(row.label, tuple) else [row.label])
         if kind is None and isinstance(row.label, tuple) and WITH_DECIMALS.fullmatch(row.label[0]):
             message = f"{row.place}: label {row.label[0]!r} is a number with decimals"
-            fix = f"{SCORES_FIX}, or --kind single_label where they are names"
+            fix = f"{SCORES_FIX}, or --kind single_label if they are names"
             raise data_error(train.name, "wrong_type", message, fix, row.label[0])
     least = 1 if kind == "multi_label" else 2
     if len(found) < least or (kind != "regression" and len(found) > MAX_LABELS):
         message = f"the number of different labels is {len(found)}, expected {least} to {MAX_LABELS}"
-        fix = "add examples" if len(found) < least else f"name the column of the labels, or {SCORES_FIX}"
+        fix = "add examples" if len(found) < least else f"set --label to the label column, or {SCORES_FIX}"
         raise data_error(train.name, "out_of_range", message, fix, len(found))
     if kind == "regression":
         return ()
@@ -293,9 +293,9 @@ def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]
 
 
 def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDArray[Any]:
-    """Return the labels of all rows: int64 [n], uint8 [n, L] of multi_label, float32 [n] of regression.
+    """Return the labels of all rows: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n].
 
-    Raises ConfigError for a label that is none of `names`.
+    Raises ConfigError for a label that is not in `names`.
     """
     if kind == "regression":
         return np.array([row.label for row in table.rows], LABEL_TYPES[kind])
@@ -318,24 +318,24 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
 
 
 def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
-    """Return the labels that logits choose, as LABEL_TYPES stores them."""
+    """Convert logits to predicted labels, with the types in LABEL_TYPES."""
     if kind == "single_label":
         return logits_NL.argmax(1)
     return (logits_NL > 0 if kind == "multi_label" else logits_NL[:, 0]).astype(LABEL_TYPES[kind])
 
 
-LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits, of the k-th part of train
+LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits for the k-th part of train
 
 
 def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.float32]:
-    """Read the teacher's logits of all examples, [examples, outputs]. Raises ConfigError where some are
-    missing, not finite, or of another number of outputs."""
+    """Read the teacher's logits for all examples, [examples, outputs]. Raises ConfigError if logits are
+    missing or not finite, or have a different number of outputs."""
     with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
         try:
             contents = (read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*")))
             logits_NL = np.concatenate([safetensors.numpy.load(each)["logits"] for each in contents])
         except (SafetensorError, KeyError) as error:
-            raise ValueError(f"holds no logits ({error})") from None
+            raise ValueError(f"contains no logits ({error})") from None
         if logits_NL.shape != (examples, outputs):
             raise ValueError(f"has logits of shape {logits_NL.shape}, expected {(examples, outputs)}")
         if not np.isfinite(logits_NL).all():
@@ -345,20 +345,20 @@ def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.floa
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Hold the n examples of a split."""
+    """The n examples of a split."""
 
     ids: NDArray[np.uint16]  # [T]
     offsets: NDArray[np.int64]  # [n + 1]
-    labels: NDArray[Any] | None  # as LABEL_TYPES says; None where the split has none
+    labels: NDArray[Any] | None  # see LABEL_TYPES; None if the split has no labels
 
     @classmethod
     def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Examples:
         """Read a split of a prepared directory.
 
-        Raises ConfigError for a split that the manifest lacks and for a file that is not as it says.
+        Raises ConfigError if the manifest lacks the split or the file does not match the manifest.
         """
         if split not in manifest.splits:
-            message = f"no split {split!r}, only {', '.join(manifest.splits)}"
+            message = f"no split {split!r}; available: {', '.join(manifest.splits)}"
             raise ConfigError([Issue(str(directory), "unknown", message, split)])
         entry = manifest.splits[split]
         path = directory / entry.file
@@ -370,13 +370,13 @@ class Examples:
                 arrays = safetensors.numpy.load(data)
                 examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
             except (SafetensorError, KeyError) as error:
-                raise ValueError(f"holds no examples ({error})") from None
+                raise ValueError(f"contains no examples ({error})") from None
             if not examples._fits(manifest, entry):
                 raise ValueError(f"its arrays do not match {manifest.file_name}")
         return examples
 
     def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:
-        """Compare types, shapes and ranges of the arrays with the manifest."""
+        """Return True if types, shapes and ranges of the arrays match the manifest."""
         ids, offsets, labels = self.ids, self.offsets, self.labels
         count, names = entry.examples, len(manifest.labels)
         if (ids.dtype, ids.shape) != (np.uint16, (entry.tokens,)) or ids.max() >= manifest.vocab_size:
@@ -396,7 +396,7 @@ class Examples:
         return bool(0 <= labels.min() <= labels.max() <= most)
 
     def save(self, path: Path) -> str:
-        """Write the file; returns its SHA-256."""
+        """Write the file, and return its SHA-256."""
         arrays: dict[str, NDArray[Any]] = {"ids": self.ids, "offsets": self.offsets}
         if self.labels is not None:
             arrays["labels"] = self.labels
@@ -409,9 +409,9 @@ class Examples:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the number of tokens of each example, [n]."""
+        """Return the number of tokens in each example, [n]."""
         return np.diff(self.offsets)
 
     def tokens(self, index: int) -> NDArray[np.uint16]:
-        """Return the token ids of an example, <cls> first."""
+        """Return the token ids of an example, starting with <cls>."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]

@@ -1,4 +1,4 @@
-"""Files that launcher and rank share: results, lines, heartbeats, locks. Torch-free."""
+"""Files shared by launcher and ranks: results, JSON lines, heartbeats, locks. Torch-free."""
 
 from bert_dp.files.heartbeat_layout import (
     BEAT_BYTES,

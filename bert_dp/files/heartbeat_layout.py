@@ -1,4 +1,4 @@
-"""The heartbeat file of a rank: 64-bit integers that the launcher reads. Torch-free."""
+"""Define the heartbeat file of a rank: 64-bit integers, read by the launcher. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
 IN_STEP = ("data", "step")
-"""Phases that take turns, once for each micro batch of an optimizer step."""
+"""Phases that alternate, once per micro batch of an optimizer step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """Hold RUN/heartbeats/rank-N: one 64-bit integer per field, in the machine's byte order, read whole."""
+    """Contents of RUN/heartbeats/rank-N: a 64-bit integer per field in native byte order, read whole."""
 
     pid: int = 0
     step: int = 0
     phase: int = 0
     """Index into PHASES."""
     done: int = 0
-    """Pieces of work: micro batches since the step began, evaluation batches since the phase did. On a GPU
-    those that were queued, which may not be computed yet."""
+    """Units of work done: micro batches in this step, or evaluation batches in this phase. On a GPU, units
+    that were queued but may not be computed yet also count."""
     progress: int = 0
-    """Rises with every phase and every piece of work."""
+    """Incremented with every phase and every unit of work."""
     progress_ns: int = 0
-    """CLOCK_MONOTONIC when `progress` last rose."""
+    """CLOCK_MONOTONIC when `progress` was last incremented."""
     alive: int = 0
-    """Rises about once a second while the process is scheduled and its interpreter lock is given up."""
+    """Incremented about once a second while the process is scheduled and releases its interpreter lock."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Progress of the rank, for comparison with other ranks."""
+        """Return the rank's progress as a tuple that can be compared between ranks."""
         in_step = PHASES[self.phase] in IN_STEP
         return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 
@@ -41,12 +41,12 @@ BEAT_BYTES = 8 * len(BEAT_SLOTS)
 
 
 def heartbeat_path(run_dir: Path, rank: int, folder: str | Path | None = None) -> Path:
-    """Return the file of a rank; `folder`: where the heartbeats of a run over several nodes are."""
+    """Return the heartbeat file of a rank. `folder`: directory of the heartbeats in a multi-node run."""
     return Path(folder or run_dir / "heartbeats") / f"rank-{rank}"
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a rank's heartbeat. None before the rank has begun."""
+    """Read a rank's heartbeat; None if the rank has not started."""
     try:
         return Heartbeat(*struct.unpack(f"@{len(BEAT_SLOTS)}q", path.read_bytes()))
     except (OSError, struct.error):

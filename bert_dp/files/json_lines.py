@@ -1,4 +1,4 @@
-"""JSON files and lines of records: written whole or not at all, read, cut back. Torch-free."""
+"""Read and write JSON files and JSON lines atomically, and truncate JSON lines. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
-READ_BYTES = 2**20  # of a followed file at once
-MAX_WHOLE = 2**64  # no count, size or time in ns is as large
+READ_BYTES = 2**20  # maximum per read of a followed file
+MAX_WHOLE = 2**64  # every count, size and time in ns is smaller
 
 
 def append_line(path: Path, facts: Mapping[str, Any]) -> None:
-    """Append a JSON line, whole or not at all; a non-finite number becomes null. Raises OSError."""
+    """Append a JSON line completely or not at all; a non-finite number becomes null. Raises OSError."""
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -27,13 +27,13 @@ def append_line(path: Path, facts: Mapping[str, Any]) -> None:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
-            file.truncate(size)  # what follows a torn line would not be read
+            file.truncate(size)  # lines after a truncated line would not be read
             raise
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSONL file, objects with a `step`, up to one that is damaged or torn by a crash;
-    none where there is no such regular file. Raises OSError when it cannot be read."""
+    """Yield the lines of a JSONL file, objects with a `step`, up to the first damaged or truncated line; none
+    if there is no such regular file. Raises OSError if it cannot be read."""
     if not path.is_file():
         return
     with path.open("rb") as file, contextlib.suppress(ValueError):
@@ -45,8 +45,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """Read the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
-    A replaced file is read from its start. `skip_present`: leave out the present content."""
+    """Follow a file: read lines added since the last call, up to READ_BYTES; longer lines arrive in pieces.
+    A replaced file is read from its start. `skip_present`: skip existing content."""
 
     def __init__(self, path: Path, *, skip_present: bool = False):
         self._path = path
@@ -73,19 +73,19 @@ class Tail:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop torn lines and lines after `step`, atomically; a file of any size in little memory."""
+    """Drop truncated lines and lines after `step`, atomically, in constant memory."""
     if path.exists():
         kept = (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step)
         write_text(path, kept)
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically: a reader sees the old file or the whole new one."""
+    """Write JSON atomically: readers see either the old or the complete new file."""
     write_text(path, json.dumps(finite(data), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write text atomically, by a temporary file in the same directory. `text`: whole, or in parts."""
+    """Write text, whole or in parts, atomically through a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -101,7 +101,7 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in `path`, or None when it is absent, not JSON or none that `parse_json` takes."""
+    """Return the JSON object in `path`, or None if it is absent, not an object or refused by `parse_json`."""
     try:
         data = parse_json(read_regular(path, MAX_JSON_BYTES))
     except (OSError, ValueError):
@@ -110,8 +110,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for anything else, and for what no file of ours has: whole
-    numbers of MAX_WHOLE and more, and over 32 levels of nesting."""
+    """Parse JSON in UTF-8. Raises ValueError for anything else, for integers of MAX_WHOLE or more, and for
+    more than 32 levels of nesting."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
@@ -126,12 +126,12 @@ def parse_json(text: bytes | str) -> Any:
 
 def _whole_number(text: str) -> int:
     if len(text) > len(str(-MAX_WHOLE)) or abs(number := int(text)) >= MAX_WHOLE:
-        raise ValueError(f"a whole number of {len(text)} digits")
+        raise ValueError(f"an integer of {len(text)} digits")
     return number
 
 
 def finite(value: Any) -> Any:
-    """Replace each number that is not finite in JSON values by null."""
+    """Replace each non-finite number in JSON values with null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Count what a run spends in seconds, dollars and energy over all its starts: ledger.json. Torch-free.
+"""Record the seconds, dollars and energy that a run spends over all its starts, in ledger.json. Torch-free.
 
-The launcher, or without one rank 0, writes it every EVERY_S, so a start that was killed has counted too. Rank
-0 reads its sums and rates, and extrapolates them to the present.
+The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that killed starts also count.
+Rank 0 reads sums and rates from it and extrapolates them to the present.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 LEDGER = "ledger.json"
 RAPL = Path("/sys/class/powercap")
-EVERY_S = 5.0  # between two writes, and between two readings
-EXIT_S = 2.0  # least time to close a run: from its last evaluation to the launcher's end
+EVERY_S = 5.0  # between two writes, and between two reads
+EXIT_S = 2.0  # minimum time to close a run: from its last evaluation to the launcher's exit
 
 
 class EnergyCounter(NamedTuple):
-    """Counter of joules: of a CPU package (rapl) or of a GPU (nvml)."""
+    """Energy counter of a CPU package (rapl) or a GPU (nvml), in joules."""
 
     origin: Literal["rapl", "nvml"]
     read_j: Callable[[], float]
     range_j: float = 0.0
-    """Reading at which it wraps; 0: it starts at zero again when its driver is loaded."""
+    """Reading at which the counter wraps; 0: it restarts at zero when the driver is loaded."""
 
     def between(self, before_j: float, now_j: float) -> float:
-        """Return the joules between two readings."""
+        """Return the joules consumed between two readings."""
         if now_j >= before_j:
             return now_j - before_j
         return now_j + (self.range_j - before_j if self.range_j else 0.0)
 
 
 def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
-    """Return the counters of these GPUs (NVML's indices), or without GPUs one of each CPU package under
-    `root`; none where one is missing or cannot be read, as by users on most machines."""
+    """Return the counters of GPUs (NVML indices), or without GPUs of every CPU package under `root`. The list
+    is empty if any is missing or unreadable; most machines restrict the CPU counters to root."""
     try:
         counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
         for counter in counters:
             counter.read_j()
-    except Exception:  # NVML's errors have no class without NVML
+    except Exception:  # the classes of NVML errors exist only with NVML
         return []
     return counters
 
@@ -69,7 +69,7 @@ def _rapl_counters(root: Path) -> list[EnergyCounter]:
     def read_j(file: Path) -> float:
         return int(file.read_text()) / 1e6
 
-    # by name: some packages stand there twice, as intel-rapl-mmio:0 and intel-rapl:0
+    # by name: some packages are listed twice, as intel-rapl-mmio:0 and intel-rapl:0
     zones = {file.read_text(): file.parent for file in sorted(root.glob("*/name"))}
     return [
         EnergyCounter("rapl", partial(read_j, zone / "energy_uj"), read_j(zone / "max_energy_range_uj"))
@@ -79,7 +79,7 @@ def _rapl_counters(root: Path) -> list[EnergyCounter]:
 
 
 class Spent(StoredModel):
-    """Sums of one start of a run, or of all; null: not known."""
+    """Totals for one start of a run, or for all of them; null: unknown."""
 
     seconds: float = 0.0
     """From the launcher's start to its exit."""
@@ -87,7 +87,7 @@ class Spent(StoredModel):
     dollars: float | None = None
     """At run.price_per_device_hour."""
     kwh: float | None = None
-    """With run.pue."""
+    """Multiplied by run.pue."""
     co2_kg: float | None = None
     """At run.grams_co2_per_kwh."""
     energy_origin: str | None = None
@@ -95,26 +95,25 @@ class Spent(StoredModel):
 
 
 class Start(Spent):
-    """Entry of one start on one number of devices."""
+    """Ledger entry for a start, or for part of it, with a constant number of devices."""
 
     began: str
     devices: int
 
 
 class LedgerFile(StoredModel):
-    """Model ledger.json."""
+    """Contents of ledger.json."""
 
     schema_version: Literal[1] = 1
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Mean of the newest entry."""
+    """Mean over the newest entry."""
     at_s: float = 0.0
-    """time.monotonic() of the sums."""
+    """time.monotonic() when the file was written."""
 
     def total(self) -> Spent:
-        """Sum over the starts."""
-
+        """Return the sums over all starts."""
         sums: dict[str, object] = {}
         for name in Spent.model_fields.keys() - {"energy_origin"}:
             values = [getattr(start, name) for start in self.starts]
@@ -124,24 +123,24 @@ class LedgerFile(StoredModel):
 
 
 def read_ledger(run_dir: Path) -> LedgerFile:
-    """Read ledger.json; empty if there is none. Raises ConfigError for a damaged one."""
+    """Read ledger.json; empty if there is none. Raises ConfigError if it is damaged."""
     path = run_dir / LEDGER
     if not path.exists():
         return LedgerFile()
-    with refusing(str(path), hint="without it the run forgets what it has spent"):
+    with refusing(str(path), hint="restore it; if you delete it, the run forgets what it has spent"):
         return LedgerFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
 
 
 def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounter]) -> list[Issue]:
-    """Find why a budget in dollars or kWh cannot be followed."""
+    """Check that a budget in dollars or kWh can be measured."""
     unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
     setting = f"schedule.{unit}"
     if unit == "dollars" and price is None:
-        message, hint = "is needed for a budget in dollars", "give the dollars for an hour of a device"
+        message, hint = "is needed for a budget in dollars", "set it to the dollars per device-hour"
         return [Issue("run.price_per_device_hour", "missing", message, None, setting, hint)]
     if unit == "kwh" and watts is None and not counters:
         message = "is needed for a budget in kWh, as no energy counter can be read"
-        hint = "give the mean power of a device"
+        hint = "set it to the mean power of a device"
         return [Issue("run.watts_per_device", "missing", message, None, setting, hint)]
     if unit in ("dollars", "kwh") and getattr(read_ledger(run_dir).total(), unit) is None:
         message, hint = f"an earlier start of this run did not count its {unit}", "use another budget"
@@ -150,7 +149,7 @@ def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounte
 
 
 class Ledger:
-    """Write ledger.json for one start of a run. Raises ConfigError for a damaged one of earlier starts."""
+    """Write ledger.json during one start of a run. Raises ConfigError if the existing file is damaged."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class Ledger:
         self.update()
 
     def use(self, devices: int) -> None:
-        """Begin another entry where a restart has another number of devices."""
+        """Begin a new entry if a restart has a different number of devices."""
         with self._lock:
             if devices != self._devices:
                 now = self._now()
@@ -188,7 +187,7 @@ class Ledger:
                 self._begin(devices, now)
 
     def update(self) -> Spent:
-        """Write what was spent until now, and return it."""
+        """Write the totals up to now, and return them."""
         with self._lock:
             now = self._now()
             entry, price = self._entry(now), self._run.price_per_device_hour
@@ -198,7 +197,7 @@ class Ledger:
                 kwh_per_s=None if entry.kwh is None else entry.kwh / max(entry.seconds, 1.0),
                 at_s=now,
             )
-            with contextlib.suppress(OSError):  # the next one is as good
+            with contextlib.suppress(OSError):  # the next write contains this one
                 write_json(self._path, file.model_dump(mode="json"))
             return file.total()
 
@@ -211,13 +210,13 @@ class Ledger:
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _entry(self, now: float) -> Start:
-        """Return the entry of this start until now, with what the counters moved by since they were read."""
+        """Return this start's entry up to now, including the energy since the last readings."""
         run, seconds = self._run, now - self._began_s
         hours = seconds * self._devices / 3600
         origin: str | None = None
         for i, counter in enumerate(self._counters):
             origin = counter.origin
-            with contextlib.suppress(Exception):  # the next reading counts it
+            with contextlib.suppress(Exception):  # the next reading includes this energy
                 now_j = counter.read_j()
                 self._joules += counter.between(self._readings_j[i], now_j)
                 self._readings_j[i] = now_j
@@ -238,10 +237,10 @@ class Ledger:
 
 
 class Spending:
-    """Read which share of a budget in dollars or kWh a run has spent.
+    """Compute the share of a budget in dollars or kWh that a run has spent.
 
-    The share is 1 when only the reserve is left: `end_s` to save and to close the run, and `evaluation_s`,
-    which the loop keeps up to date.
+    The share reaches 1 when only a reserve is left: `end_s` to save and close the run, plus `evaluation_s`,
+    updated by the training loop.
     """
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
@@ -250,9 +249,9 @@ class Spending:
         self._ledger, self._read_s = LedgerFile(), -math.inf
 
     def share(self, at_s: float) -> float:
-        """Return the share at a moment of time.monotonic(). Raises OSError if the ledger cannot be read."""
+        """Return the share at a time.monotonic() value. Raises OSError if the ledger lacks the unit."""
         if at_s - self._read_s >= EVERY_S:
-            with contextlib.suppress(ConfigError):  # a file server does not answer: the last rate goes on
+            with contextlib.suppress(ConfigError):  # if a file server does not answer, keep the last rate
                 self._ledger, self._read_s = read_ledger(self._run_dir), at_s
         spent = getattr(self._ledger.total(), self._unit)
         rate = getattr(self._ledger, f"{self._unit}_per_s")

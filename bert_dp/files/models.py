@@ -1,5 +1,5 @@
-"""Model the files that a rank or its launcher writes into a run directory: one schema for writer and reader.
-Torch-free. An unknown key is ignored and a missing one has its default."""
+"""Define models of the files in a run directory, shared by their writers (ranks, launcher) and readers.
+Torch-free. Unknown keys are ignored; missing keys get their default."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -29,17 +29,17 @@ FailureKind = Literal[
     "no_cause",
     "error",
 ]
-"""What ended a run: a configuration or file that cannot be used; too little memory of the device or of the
-host; a disk that is full or broken; gradients that are not finite; another rank that went first; no progress;
-a signal that killed a rank; a node that is not heard of any more; a signal to stop, before the next
-checkpoint; an exit that left no cause; any other exception."""
+"""Cause of a failure, in this order: an unusable configuration or file; too little device or host memory; a
+full or broken disk; non-finite gradients; an earlier failure of another rank; no progress; a rank killed by a
+signal; a node that no longer responds; a stop signal before the next checkpoint; an exit without a recorded
+cause; any other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
-"""stopped: by a signal, after a checkpoint."""
+"""stopped: by a signal, after saving a checkpoint."""
 OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
-# what libraries say in exceptions that have no type of their own, of "type: message" from its beginning
+# texts of library exceptions without a distinct type, matched from the start of "type: message"
 _TEXTS: dict[FailureKind, str] = {
     "peer_gone": r".*(closed by peer|reset by peer|ncclRemoteError)",
     "device_memory": r"\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory",
@@ -51,12 +51,12 @@ _TEXTS: dict[FailureKind, str] = {
 
 
 def kind_of_text(text: str) -> FailureKind:
-    """Classify an exception that is only known as "type: message"; nothing else reads the words."""
+    """Classify an exception known only as "type: message". No other code parses these texts."""
     return next((kind for kind, pattern in _TEXTS.items() if re.match(pattern, text, re.DOTALL)), "error")
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """Classify an exception by its own `failure_kind`, else by its errno, its type and its words."""
+    """Classify an exception by its `failure_kind` attribute, else by errno, type and message."""
     own: FailureKind | None = getattr(error, "failure_kind", None)
     if own is not None:
         return own
@@ -70,170 +70,170 @@ def _finite(value: Any) -> Any:
 
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
-"""A measured number; one that is not finite becomes null: JSON has none."""
+"""Measured number; non-finite values become null because JSON cannot represent them."""
 
 
 class StoredFile(StoredModel):
-    """Model a whole file. `hint`: fix of a damaged one."""
+    """Base model for a whole file. `hint`: fix if the file is damaged."""
 
     hint: ClassVar[str] = "see the logs of its run"
 
 
 class RunMemory(StoredModel):
-    """Hold the memory of a run as its launcher sampled it."""
+    """Host memory of a run, sampled by its launcher."""
 
     peaks_gib: dict[str, float] = {}
     """Resident memory; keys "rank 0", ..."""
     oom_kills: int | None
-    """Processes that the kernel killed for lack of memory; null: no counter is readable."""
+    """Processes that the kernel killed for lack of memory; null: no readable counter."""
     counter: str | None
-    """The file that counts them."""
+    """Path of the counter file."""
 
 
 class Failure(StoredFile):
-    """Describe why a run failed: logs/rank-N.error.json as the rank wrote it, and `failure` of summary.json,
-    which the launcher has completed."""
+    """Reason why a run failed: in logs/rank-N.error.json as written by the rank, and in `failure` of
+    summary.json, with fields added by the launcher."""
 
     kind: FailureKind = "error"
     message: str
-    """`TypeOfTheException: message`, or how the process ended."""
+    """`ExceptionType: message`, or how the process exited."""
     rank: int | None = None
-    """The first rank that failed; null if no rank recorded an error."""
+    """First rank that failed; null if no rank recorded an error."""
     node: str | None = None
-    """Number and host of the rank's node in a run over several."""
+    """Number and host of the rank's node in a multi-node run."""
     time_ns: int = 0
-    """CLOCK_MONOTONIC: one clock for all processes of a machine."""
+    """CLOCK_MONOTONIC, which all processes on a machine share."""
     error_type: str | None = None
-    """Name of the exception's class."""
+    """Name of the exception class."""
     where: str | None = None
-    """file:line of our code or the user's"""
+    """file:line in the code of bert-dp or the user."""
     source: str | None = None
-    """The code of that line, with its function."""
+    """Source code of that line, with its function."""
     issues: list[dict[str, Any]] = []
-    """Fields of each `Issue` of bad input."""
+    """Fields of each `Issue` if the input was bad."""
     agreed: bool = False
-    """The ranks ended the run together, by a rule; a restart would end the same way."""
+    """The ranks stopped the run together, by a rule; a restart would stop in the same way."""
     # by the launcher
     killed_by: int | None = None
-    """The signal that ended the rank."""
+    """Signal that killed the rank."""
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line for each rank that failed because this one did."""
+    """One line per rank that failed as a result."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
     log_tail: list[str] = []
-    """Last lines of the log, or the stack that a crash left there."""
+    """Last lines of the log, or the stack that a crash wrote to it."""
     memory: RunMemory | None = None
-    """Of a failure that may be due to memory."""
+    """Set if the failure may be due to memory."""
 
     def headline(self) -> str:
-        """Return the message after the rank and node that it comes from."""
+        """Return the message, prefixed with rank and node."""
         rank = None if self.rank is None else f"rank {self.rank}"
         place = " on ".join(filter(None, (rank, self.node)))
         return f"{place}: {self.message}" if place else self.message
 
 
-STRAGGLER_RATIO = 1.2  # of own work to the others' median, from which on a rank is named
+STRAGGLER_RATIO = 1.2  # a rank's compute time / the others' median above which it is reported
 
 
 class Straggler(StoredModel):
-    """Name the rank that the others wait for."""
+    """Slowest rank, for which the others wait."""
 
     rank: int
     ratio: float
-    """Its own work before any reduction over the others' median."""
+    """Its compute time before any reduction / the others' median."""
     seconds_per_step: float
-    """Lost by the others."""
+    """Time that the others lose."""
 
 
 class NoiseScale(StoredModel):
-    """Hold the gradient noise scale (bert_dp.training.noise) over the last measured steps."""
+    """Gradient noise scale (bert_dp.training.noise) over the last measured steps."""
 
     verdict: Literal["ok", "inconclusive"]
     reason: str | None = None
-    """Why it is inconclusive."""
+    """Reason for an inconclusive verdict."""
     steps: int | None = None
     noise_scale: FiniteOrNone = None
-    """Sequences."""
+    """In sequences."""
     interval: Annotated[list[float], Field(strict=False)] | None = None
-    """95 %, sequences."""
+    """95 % interval, in sequences."""
     grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
     trace: FiniteOrNone = None
-    """Of the covariance of the gradient of one sequence."""
+    """Trace of the covariance of per-sequence gradients."""
 
 
 class Restart(StoredModel):
-    """Describe one restart after a failure."""
+    """One restart after a failure."""
 
     date: str
     step: int
-    """Of the checkpoint it began from; -1 = the start."""
+    """Step of the checkpoint that it resumed from; -1 = from scratch."""
     ranks: int
     cause: str
     failure_kind: FailureKind = "error"
 
 
 class HeldOut(StoredModel):
-    """Hold the results of an evaluation, as far as its task measures them. A line of evals.jsonl has these
-    keys beside step, tokens and elapsed_s."""
+    """Results of an evaluation, as far as its task measures them. Lines of evals.jsonl have these keys and
+    step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean over `masked_tokens` or `examples`, in `loss_unit`."""
     loss_unit: Literal["nats", "squared error"] = "nats"
     loss_se: FiniteOrNone = None
-    """Standard error of the mean, over sequences as if they were independent; null of one sequence."""
+    """Standard error of the mean, assuming independent sequences; null for one sequence."""
     masked_accuracy: FiniteOrNone = None
-    """Share of the masked tokens that have the greatest logit."""
+    """Share of masked tokens that have the greatest logit."""
     mask_rate: FiniteOrNone = None
     masked_tokens: int | None = None
     sequences: int | None = None
     examples: int | None = None
-    """Of finetuning: those of dev."""
+    """Finetuning: number of dev examples."""
     scores: dict[str, FiniteOrNone] | None = None
-    """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite, null where
-    the metric is not defined, as a correlation with what is constant."""
+    """Finetuning: "split/metric" -> score in the metric's unit; no entry if a logit was not finite, null if
+    the metric is undefined, such as a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
-    """Of finetuning: the scores of a constant answer, the most frequent label of train."""
+    """Finetuning: scores of a constant answer, the most frequent label in train."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
-    """Of finetuning: f1 is that of the second label, the mean over labels, or over all decisions together."""
+    """Finetuning: F1 of the second label, the mean F1 over labels, or F1 over all decisions pooled."""
     one_class: list[str] = []
-    """Of finetuning: the splits whose every example gets the same class."""
+    """Finetuning: splits in which every example gets the same class."""
 
 
 class SequenceLosses(StoredFile):
-    """heldout_losses.json of a pretraining: the loss of each held-out sequence at the last evaluation."""
+    """Contents of heldout_losses.json: pretraining loss of each held-out sequence at the last evaluation."""
 
     text_sha256: str
-    """Of the sequences: the same text has the same masks at the same rate."""
+    """Hash of the sequences: the same text and mask rate give the same masks."""
     mask_rate: float
     losses: list[float]
     """Nats per masked token."""
 
 
 class InitFrom(StoredModel):
-    """Describe the weights that run.init_from gave a run."""
+    """Initial weights from run.init_from."""
 
     checkpoint: str
     sha256: str
-    """Of its model.safetensors."""
+    """Hash of its model.safetensors."""
     tensors: int
-    """Of the model that were taken from it."""
+    """Tensors of the model that were loaded from it."""
     of: int
-    """Of the model in all; the others began as the seed makes them."""
+    """All tensors of the model; the others were initialized from the seed."""
     dropped: list[str] = []
-    """Tensors there that the model has no place for: a pooler, biases of the keys."""
+    """Tensors in the checkpoint that the model does not have, such as a pooler or key biases."""
 
 
 class Summary(StoredFile):
-    """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded. Of a run that
-    ended before rank 0 could write it there is only what its launcher knows."""
+    """Contents of summary.json: outcome of a run. Rates cover real steps, not warm-up during set-up. If a run
+    stopped before rank 0 could write the file, it contains only what the launcher knows."""
 
     status: RunStatus
     failure: Failure | None = None
-    """null if the run did not fail and was not stopped before its next checkpoint."""
+    """null unless the run failed or was stopped before its next checkpoint."""
     signal: int | None = None
     step: int = 0
     samples: int | None = None
@@ -241,11 +241,11 @@ class Summary(StoredFile):
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
     heldout: HeldOut | None = None
-    """`heldout_loss` with its denominator."""
+    """`heldout_loss` and its denominator."""
     heldout_step: int | None = None
-    """Of the evaluation: before `step` where a signal or a failure ended the run."""
+    """Step of the evaluation; earlier than `step` if a signal or failure stopped the run."""
     since_step: int | None = None
-    """Where this start began: rates, times, memory, energy are of the steps after it."""
+    """Step at which this start began; rates, times, memory and energy cover the steps after it."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None
@@ -263,44 +263,44 @@ class Summary(StoredFile):
     tokens_per_s_per_gpu: FiniteOrNone = None
     mfu: FiniteOrNone = None
     peak_memory_gib: FiniteOrNone = None
-    """Of the rank with most."""
+    """Peak of the rank with the highest peak."""
     energy_j: FiniteOrNone = None
-    """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not counted."""
+    """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not measured."""
     skipped_steps: int | None = None
     checkpoint: str | None = None
     """Relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
+    """Compute time before any reduction: slowest rank / median of the others; null for a single rank."""
     straggler: Straggler | None = None
-    """When the ratio is above STRAGGLER_RATIO over the run."""
+    """Set if the ratio over the run is above STRAGGLER_RATIO."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     spent: Spent | None = None
-    """Dollars, kWh and CO2 of all starts, by our launcher."""
+    """Dollars, kWh and CO2 of all starts, recorded by the launcher."""
     command_s: FiniteOrNone = None
-    """From the start of the command to the end of the last rank, by the launcher."""
+    """From the start of the command to the exit of the last rank, measured by the launcher."""
     bucket_bytes: list[int] = []
-    """Of DDP's reduction buckets; empty under other engines."""
+    """Sizes of DDP's reduction buckets; empty with other engines."""
     metrics: dict[str, FiniteOrNone] = {}
-    """Other metrics by their names in metrics.jsonl, at the last line."""
+    """Other metrics by name, from the last line of metrics.jsonl."""
     loss_spikes: int | None = None
-    """Logged losses far above the ones before."""
+    """Logged losses far above the preceding ones."""
     failed_saves: int | None = None
-    """Checkpoints that could not be written, since the run was last started."""
+    """Checkpoints that could not be written since the run was last started."""
     failed_writes: int | None = None
-    """Writes of logs and records that failed on any rank: lines are missing there."""
+    """Failed writes of logs and records on any rank; their lines are missing."""
     noise_scale: NoiseScale | None = None
     """null without log.noise_scale."""
     profiled_steps: list[int] | None = None
-    """First and last of those that ran under torch.profiler, which slows them: they count in the rates."""
+    """First and last step under torch.profiler, which slows steps down; they count in the rates."""
     restarts: list[Restart] = []
     schema_version: int = 1
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_code(self) -> int:
-        """Exit code of the command that ran it."""
+        """Return the exit code of the command that ran it."""
         if self.status == "done":
             return 0
         kind = self.failure.kind if self.failure else None
@@ -310,7 +310,7 @@ class Summary(StoredFile):
 
     @property
     def out_of_memory(self) -> bool:
-        """True if the memory of a device or of the host did not suffice."""
+        """Return True if the run failed because device or host memory was too small."""
         return self.failure is not None and self.failure.kind in OUT_OF_MEMORY
 
 
@@ -319,12 +319,12 @@ class GpuMemory(StoredModel):
 
 
 class RecordedEnvironment(StoredFile):
-    """Model the part of environment.json that a failure's advice reads; the launcher writes the whole."""
+    """Part of environment.json used by failure advice; the launcher writes the whole file."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None
-    """Of the machine."""
+    """Memory of the machine."""
     memory_limit_gib: float | None = None
-    """Of the control group; null = no limit."""
+    """Limit of the control group; null = none."""
     bf16_units: list[str] = []
-    """Of the CPU."""
+    """bf16 instruction sets of the CPU."""

@@ -1,4 +1,4 @@
-"""Start our modules and end them with their caller: command lines, marks, and the reaper. Torch-free."""
+"""Start bert-dp modules as child processes, and kill them if their caller dies. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
-PATIENCE_S = 1.0  # that ranks have to end by themselves after the launcher
-SEARCH_S = 5.0  # that the reaper looks again: a process may be starting others while it is killed
+ISSUES_FILE = "BERT_DP_ISSUES"  # environment variable: path for issues as JSON, read by the Python API
+PATIENCE_S = 1.0  # time for ranks to exit by themselves after the launcher
+SEARCH_S = 5.0  # time for repeated searches: a process may start others while it is killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -26,20 +26,20 @@ from pathlib import Path
 
 
 def module_command(module: str, *options: str) -> list[str]:
-    """Return the beginning of a command line that runs a module, whatever lies in the current folder: `python
-    -m` alone would look there first. `options` are Python's own."""
+    """Return the start of a command line that runs a module. -P ignores modules in the current directory,
+    which `python -m` would search first. `options`: options of Python."""
     return [sys.executable, "-P", *options, "-m", module]
 
 
 def child_environment() -> dict[str, str]:
-    """Return what every process of ours gets on top of our environment: our life to follow, and no module
-    from the current folder, which launchers hand on to the processes that they start."""
+    """Return environment variables for child processes: the process to follow and exit with, and safe-path
+    mode (no modules from the current directory), which launchers pass on to their children."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
 def launcher_marks() -> list[str]:
-    """Return NAME=value of the variables that every process of ours has, and none of another launcher's."""
+    """Return NAME=value of the variables that identify this launcher's processes."""
     environ = child_environment()
     return [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
 
@@ -47,24 +47,24 @@ def launcher_marks() -> list[str]:
 def describe_exit_code(code: int, without: str) -> str:
     """Describe an exit code; -N = killed by signal N."""
     if code >= 0:
-        return f"ended with exit code {code} {without}".rstrip()
+        return f"exited with code {code} {without}".rstrip()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
     return f"killed by signal {-code} ({name})"
 
 
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
-    """Kill what we have started, and remove `scratch`, should this process be killed in the block.
+    """Kill child processes and remove `scratch` if this process is killed inside the block.
 
-    Ranks end by themselves then, unless they are stopped (SIGSTOP) or hold the interpreter lock. The reaper
-    is a small process that waits until its standard input closes.
+    Ranks normally exit by themselves, unless they are stopped (SIGSTOP) or hold the interpreter lock. The
+    reaper is a small process that waits until its standard input closes.
     """
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # a bare interpreter: fast and small; without our marks, so that no other launcher's reaper ends it first
+    # a bare interpreter is fast and small; without the marks, no other reaper can kill it first
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
@@ -82,7 +82,7 @@ def reaper(scratch: Path) -> Iterator[None]:
 
 
 def marked(marks: Sequence[str]) -> list[int]:
-    """List processes that have all of `marks` (NAME=value) in their environment, without this one."""
+    """List other processes with all of `marks` (NAME=value) in their environment."""
     wanted = {mark.encode() for mark in marks}
     pids = []
     for entry in Path("/proc").iterdir():
@@ -94,7 +94,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for the launcher's end; then, unless it said "done", kill and clean up."""
+    """Wait until standard input closes; unless it said "done", kill marked processes and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

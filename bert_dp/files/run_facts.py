@@ -1,4 +1,4 @@
-"""Find checkpoints, read their state.json, read export.json of an exported directory. Torch-free."""
+"""Find checkpoints, read their state.json, and read export.json of an exported directory. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from bert_dp.files.models import InitFrom, StoredFile
 SCHEMA_VERSION = 1
 PAGE = "report.html"
 PREDICTIONS = "predictions.jsonl"
-"""A finetuned run's logits of every example of dev and test."""
+"""Logits of a finetuned run for every dev and test example."""
 SEQUENCE_LOSSES = "heldout_losses.json"
-"""A pretraining's loss of every held-out sequence."""
+"""Loss of a pretraining run on every held-out sequence."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    # a save that was cut off has another name
+    # incomplete saves have a different name
     found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
     steps = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(steps, reverse=True)]
 
 
 class CheckpointFacts(StoredModel):
-    """state.json of a checkpoint: how far the run was, and what it was."""
+    """Contents of a checkpoint's state.json: progress and configuration of the run."""
 
     step: Count
     samples: Count
@@ -57,16 +57,16 @@ class CheckpointFacts(StoredModel):
     recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
     config: dict[str, Any]
     code: dict[str, Sha256] = {}  # noqa: RUF012
-    """SHA-256 of the file of own code, by the setting that names it."""
+    """SHA-256 of each file of own code, by its setting."""
     data_hash: Sha256
     tokenizer: Sha256 | None = None
-    """SHA-256 of the tokenizer's file."""
+    """SHA-256 of the tokenizer file."""
     compiled: bool
     device: Literal["cpu", "cuda"]
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
     scaler: dict[str, float]
     init_from: InitFrom | None = None
-    """What the run began with."""
+    """Initial weights of the run."""
 
 
 def read_checkpoint_facts(path: Path) -> CheckpointFacts:
@@ -85,17 +85,17 @@ def weights_hash(checkpoint: Path) -> str:
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """Find the tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
+    """Find the tokenizer.json of a checkpoint, or else of its run. Raises ConfigError."""
     places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
     for place in places:
         if place.is_file():
             return place
-    hint = f"put the {TOKENIZER} of its shards at {places[1]}"
+    hint = f"copy the {TOKENIZER} of its shards to {places[1]}"
     raise ConfigError([Issue(str(checkpoint), "not_found", "has no tokenizer", hint=hint)])
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Read the facts of a checkpoint, or of the newest one in a run or checkpoints directory, unverified."""
+    """Read state.json of a checkpoint, or of the newest one in a run or checkpoints directory, unverified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -107,44 +107,44 @@ ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
 LOADERS = {"hf": ("transformers",), "onnx": ("onnx", "onnxruntime"), "aoti": ()}
-"""Packages of the extra `export` that load a format."""
+"""Packages from the extra `export` that load a format."""
 INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
 
 
 class Exported(StoredFile):
-    """Describe the run that a directory was exported from, and what it computes."""
+    """Contents of export.json: source and properties of an exported model."""
 
     hint: ClassVar[str] = "export the run again"
     schema_version: Literal[1] = 1
     format: ExportFormat
     kind: Kind
     architecture: str | None = None
-    """Class of transformers, of the format hf."""
+    """transformers architecture, only for format hf."""
     precision: ExportPrecision = "fp32"
     run: str
     """Name of the run's directory."""
     step: Count
-    """Of its checkpoint."""
+    """Step of the exported checkpoint."""
     weights_sha256: Sha256
-    """Of the checkpoint's model.safetensors."""
+    """Hash of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """Of the run's tokenizer.json, whose frame may be another one."""
+    """Hash of the run's tokenizer.json; the exported tokenizer may frame texts differently."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
-    """Of the run's model."""
+    """Number of parameters of the run's model."""
     pad: Count
     """Id of the padding token."""
     inputs: tuple[str, ...] = INPUTS
-    """Of the model, in order, each [batch, length]."""
+    """Inputs of the model, in order, each [batch, length]."""
     finetune: FinetuneConfig | None = None
-    """Of a classifier: its kind, labels and pooling."""
+    """Kind, labels and pooling of a classifier."""
     files: dict[str, Sha256] = Field(default_factory=dict)
-    """SHA-256 of the files that a model is loaded from."""
+    """SHA-256 of the files needed to load the model."""
 
 
 def read_exported(directory: Path) -> Exported:
-    """Read export.json of a directory whose files are those that were exported. Raises ConfigError."""
+    """Read export.json, and check the hashes of the model's files in the directory. Raises ConfigError."""
     path = directory / EXPORTED
     with refusing("DIR", str(path), Exported.hint):
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
@@ -161,11 +161,11 @@ def read_exported(directory: Path) -> Exported:
 
 
 def loaded_files(form: ExportFormat) -> list[str]:
-    """Return the names of the files that a model of this format is loaded from."""
+    """Return the names of the files needed to load a model of this format."""
     return [MODEL_FILES[form], TOKENIZER, *(["config.json"] if form == "hf" else [])]
 
 
 def require_loaders(exported: Exported, use: str) -> None:
-    """Import the packages that load a directory. `use`: the verb that needs them. Raises ConfigError."""
+    """Import the packages that load an exported model. `use`: verb that needs them. Raises ConfigError."""
     for package in LOADERS[exported.format]:
         require(package, "export", use)

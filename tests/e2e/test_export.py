@@ -347,7 +347,7 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
 
     place, done = train(f"run.init_from=hf:{out}")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"data.tokenizer: the data have another tokenizer than {out}" in done.stdout + done.stderr
+    assert f"data.tokenizer: the data use a different tokenizer than {out}" in done.stdout + done.stderr
     (out / "tokenizer.json").unlink()
     place, done = train(f"run.init_from=hf:{out}")
     assert done.returncode == 0, done.stdout + done.stderr

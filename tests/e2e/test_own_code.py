@@ -89,7 +89,7 @@ def test_code_is_run_only_where_it_is_allowed_and_the_same(
         file.write_text("def (")
         assert wanted in refused(*words(run), *new, "--allow-code", cwd=place)
         file.write_text("other = 1\n")
-        assert "defines no" in refused(*words(run), *new, "--allow-code", cwd=place)
+        assert "does not define" in refused(*words(run), *new, "--allow-code", cwd=place)
     finally:
         file.write_text(text)
     assert not (place / "executed").exists()

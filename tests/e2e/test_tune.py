@@ -124,7 +124,7 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     assert again.returncode == 0, again.stdout + again.stderr
     assert "auto = 1, measured on" in again.stdout
     assert "= micro 1 x " in again.stdout
-    assert "batch.micro_size: auto is found by" in refused("scale", "quickstart", *options, "--dry-run")
+    assert "batch.micro_size: only `bert-dp train`" in refused("scale", "quickstart", *options, "--dry-run")
 
 
 def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) -> None:

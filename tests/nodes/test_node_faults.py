@@ -148,6 +148,6 @@ def test_a_node_whose_torchrun_fails_is_named_with_its_log(shards: Path, tmp_pat
         started = cluster.train(shards, tmp_path / "run", settings, nodes=(0, 2))
         started += cluster.train(shards, tmp_path / "run", settings, nodes=(1,), PYTHONPATH=path)
         said = ended(started, 1)
-    assert "node 1 (host1): torchrun: ended with exit code 1" in said[0]
+    assert "node 1 (host1): torchrun: exited with code 1" in said[0]
     assert "no route to the store" in said[0]
     assert all("failed: node 1 (host1): torchrun" in text for text in said[1:])

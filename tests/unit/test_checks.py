@@ -54,7 +54,7 @@ def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro
     (issue,) = raised_issues(batch_layout, config, ranks)
     assert (issue.setting, issue.kind, issue.value) == ("batch.global_size", "does_not_divide", global_size)
     low = global_size // per_pass * per_pass
-    named = named_in(str(issue), "nearest that are: ")
+    named = named_in(str(issue), "nearest multiples: ")
     assert named == [n for n in (low, low + per_pass) if n]
     for near in named:
         batch_layout(make_config(batch={"global_size": near, "micro_size": micro}), ranks)
@@ -77,7 +77,7 @@ def test_ramp_quantum_must_be_whole_micro_batches(
     elif quantum % (micro * ranks):
         (line,) = issues_of(batch_layout, make_config(batch=batch), ranks)
         assert line.startswith("batch.ramp_quantum: ")
-        for near in named_in(line, "nearest that are: "):
+        for near in named_in(line, "nearest multiples: "):
             batch_layout(make_config(batch={**batch, "ramp_quantum": near}), ranks)
     else:
         assert batch_layout(make_config(batch=batch), ranks).grad_accum_steps == accumulation

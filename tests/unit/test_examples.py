@@ -336,7 +336,7 @@ def test_arrays_that_are_not_those_of_the_manifest_are_refused(
         ({"special_tokens": {"pad": 0, "cls": 4, "sep": 64}}, "special_tokens"),
         ({"splits": {}}, "splits"),
         ({"version": 2}, "version 2"),
-        ({"hash": "0" * 64}, "edited or torn"),
+        ({"hash": "0" * 64}, "edited or truncated"),
     ],
 )
 def test_a_manifest_of_examples_agrees_with_itself(

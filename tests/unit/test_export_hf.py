@@ -194,14 +194,14 @@ def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
     ("name", "model", "head", "formats"),
     [
         ("crammed-bert", {}, "recipe", "ONNX, AOTInductor; transformers has no class for model.position"),
-        ("crammed-rope", {}, "ModernBERT", "ModernBERT of transformers, ONNX, AOTInductor"),
-        ("quickstart", {}, "ModernBERT", "ModernBERT of transformers, ONNX, AOTInductor"),
-        ("bert-simple", {"norm_position": "post"}, "BERT", "BERT of transformers, ONNX, AOTInductor"),
+        ("crammed-rope", {}, "ModernBERT", "transformers ModernBERT, ONNX, AOTInductor"),
+        ("quickstart", {}, "ModernBERT", "transformers ModernBERT, ONNX, AOTInductor"),
+        ("bert-simple", {"norm_position": "post"}, "BERT", "transformers BERT, ONNX, AOTInductor"),
         (
             "small-text",
             {"head": "dense"},
             "EuroBERT",
-            "ONNX, AOTInductor, without its head EuroBERT of transformers; transformers has no class for "
+            "ONNX, AOTInductor, transformers EuroBERT without the head; transformers has no class for "
             "model.head",
         ),
         ("crammed-bert", {"lstm_size": 8}, "recipe", "ONNX"),
@@ -215,7 +215,7 @@ def test_a_run_says_what_it_can_be_exported_to(
     assert export_formats(config) == formats
     classifier = finetuned(config, "auto")
     assert finetuned_head(classifier.model, classifier.finetune) == head
-    assert export_formats(classifier).startswith(f"{head} of" if head != "recipe" else "ONNX")
+    assert export_formats(classifier).startswith(f"transformers {head}" if head != "recipe" else "ONNX")
 
 
 def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ GONE, LATER = "Connection closed by peer", "out of luck"
         (LATER, [(1, -9, 60), (0, 1, 52)], "", "rank 0: RuntimeError: out of luck"),
         (GONE, [(1, None, 51)], DEEPSPEED, "rank 1: killed by signal 11 (SIGSEGV)"),
         (GONE, [(1, None, 51)], "", "rank 1: ended without recording an error"),
-        (GONE, [(1, 7, 51)], "", "rank 1: ended with exit code 7 without recording an error"),
+        (GONE, [(1, 7, 51)], "", "rank 1: exited with code 7 without recording an error"),
         (GONE, [(1, 0, 51)], "", "rank 0: RuntimeError: Connection closed by peer"),
         (GONE, [], TORCHRUN, "rank 1: killed by signal 9 (SIGKILL)"),
         (LATER, [], TORCHRUN, "rank 0: RuntimeError: out of luck"),
@@ -280,7 +280,7 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "message", "kind"),
     [
-        (0, f"ended with exit code 1 {NO_CAUSE}", "no_cause"),
+        (0, f"exited with code 1 {NO_CAUSE}", "no_cause"),
         (1, "ValueError: odd", "error"),
         (None, "step-00000002 could not be saved: [Errno 28] No space left on device", "disk"),
     ],

@@ -217,5 +217,5 @@ def test_a_failure_raises_with_its_kind_its_cause_and_what_to_do(
 @pytest.mark.parametrize("code", [130, 0, -2, 129])
 def test_an_interrupt_is_raised_whatever_the_verb_made_of_it(ended: Callable[..., Path], code: int) -> None:
     path = ended(code, {"status": "stopped"}, interrupted=True)
-    with pytest.raises(KeyboardInterrupt, match="goes on"):
+    with pytest.raises(KeyboardInterrupt, match="resumes the run"):
         bert_dp.train(run_dir=path)

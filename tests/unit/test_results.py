@@ -24,7 +24,7 @@ from tests.e2e.cli import TINY
 from tests.helpers import read_json
 from tests.states import FACTS
 
-UNKNOWN = Failure(message="torchrun: ended with exit code 1 and no summary")
+UNKNOWN = Failure(message="torchrun: exited with code 1 and no summary")
 RAISED = Failure(rank=1, message="ValueError: no", where="a.py:1")
 LR = {"setting": "optim.lr", "kind": "out_of_range", "message": "no"}
 STOPPED = "SIGTERM: stopped before this run's next checkpoint"
@@ -49,7 +49,7 @@ def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path) -> None:
     [
         None,
         Failure(rank=1, message="killed by signal 15 (SIGTERM)", killed_by=15),
-        Failure(rank=1, message="ended with exit code 1 without recording an error", kind="no_cause"),
+        Failure(rank=1, message="exited with code 1 without recording an error", kind="no_cause"),
         RAISED.model_copy(update={"message": "RuntimeError: Connection closed by peer", "kind": "peer_gone"}),
     ],
 )

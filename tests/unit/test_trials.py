@@ -307,7 +307,7 @@ def test_helper_answer_and_stop(tmp_path: Path, started: Started, capsys: pytest
         assert started.environ == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
         started.code = f"print('noise'); {started.code}; os._exit(3)"
         assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
-        assert "warning: m ended with exit code 3" in capsys.readouterr().err
+        assert "warning: m exited with code 3" in capsys.readouterr().err
         started.code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         with pytest.raises(Stopped) as stopped:
             runs.helper("m", [])
