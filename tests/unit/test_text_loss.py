@@ -267,7 +267,7 @@ def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> N
         (issue,) = raised_issues(measure, run, tmp_path / "a.txt")
         return issue.setting, issue.kind, issue.hint
 
-    assert refusal(run_dir) == ("TEXT", "out_of_range", "give more text")
+    assert refusal(run_dir) == ("TEXT", "out_of_range", "pass more text")
     larger = trained(60)
     larger.add_tokens([f"word{i}" for i in range(1000)])
     larger.save(str(run_dir / "tokenizer.json"))
