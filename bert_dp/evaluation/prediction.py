@@ -50,8 +50,7 @@ DIGITS = 6  # decimal places in the output
 
 Texts = Sequence[tuple[str, ...]]
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Map token ids and a mask of real tokens, each [B, S], to logits [B, L] of a finetuned run or hidden
-states [B, S, H]."""
+"""Map token ids and a real-token mask, [B, S], to logits [B, L] (finetuned) or hidden states [B, S, H]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +222,7 @@ def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor
 
 
 def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the indices of examples by length, longest first: at most `most` tokens including padding, or one
+    """Yield indices of examples by length, longest first: up to `most` tokens including padding, or one
     example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
@@ -268,8 +267,8 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
 
 @contextlib.contextmanager
 def destination(out: Path | None) -> Iterator[TextIO]:
-    """Open stdout, or a file that appears only once it is complete. Raises ConfigError if its directory is
-    not writable."""
+    """Open stdout, or a file that appears only when complete. Raises ConfigError for an unwritable
+    directory."""
     if out is None:
         try:
             yield sys.stdout

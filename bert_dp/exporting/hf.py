@@ -150,8 +150,8 @@ def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
 
 
 def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
-    """Yield weight and bias of a linear layer or a norm. `biased`: their layer always has a bias, zeros if
-    ours has none."""
+    """Yield weight and bias of a linear layer or a norm. `biased`: theirs always has a bias, zeros without
+    ours."""
     weight, bias = state[f"{ours}.weight"], state.get(f"{ours}.bias")
     yield f"{theirs}.weight", weight
     if bias is None and biased:

@@ -195,8 +195,8 @@ def write_about(
 
 
 def write_hf(source: ExportSource, folder: Path) -> None:
-    """Write the files that transformers' Auto classes load without our code. Raises ConfigError if no class
-    can represent the model."""
+    """Write the files that transformers' Auto classes load without our code. Raises ConfigError if none
+    fits."""
     layout = (source.config, source.special, source.kind)
     files.write_json(folder / "config.json", settings_of(*layout))
     save_file(tensors_of(source.model, *layout), folder / "model.safetensors", metadata={"format": "pt"})
@@ -215,8 +215,7 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress the exporters' warnings about absent packages and CUDA libraries, deprecations and other
-    formats."""
+    """Suppress the exporters' warnings: absent packages and CUDA libraries, deprecations, other formats."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -278,10 +277,7 @@ USAGE = {
     '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
     "    model({names})  # int64 [batch, length]\n",
 }
-NEEDS = {
-    "EuroBERT": "It needs transformers 5 or newer.\n",
-    "aoti": "It runs on CPUs of the same kind.\n",
-}
+NEEDS = {"EuroBERT": "It needs transformers 5 or newer.\n", "aoti": "It runs on CPUs of the same kind.\n"}
 PRETRAINED = (
     "It was pretrained on running text whose documents end with the separator, without a classification "
     "token at the front: encode with `tokenizer(text, add_special_tokens=False)`.\n"

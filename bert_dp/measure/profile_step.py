@@ -55,8 +55,8 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Leaves the trainer's weights
-    unusable."""
+    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the trainer's
+    weights."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
     hooks = [

@@ -83,8 +83,7 @@ class TiedLookup(torch.autograd.Function):
 
 
 class TiedEmbedding:
-    """Compute the tied embedding and decoder, and the loss over the vocabulary; tensor parallelism replaces
-    it."""
+    """Compute the tied embedding, decoder and loss over the vocabulary; tensor parallelism replaces it."""
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return x [B, S, H] and the weight for the decoder."""
@@ -135,7 +134,7 @@ class Embeddings(nn.Module):
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
-        """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens. `types_BS`: None = all have
+        """Return the residual stream in its dtype. `x_BSH`: looked-up tokens. `types_BS`: None = all have
         type 0."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
@@ -301,7 +300,7 @@ class Encoder(nn.Module):
         seed_B: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = no
+        """Return the hidden states. `x_BSH`: looked-up tokens. `real_BS`: False for padding; None = no
         padding. `seed_B`: int32 keys of the examples, for dropout in training. `types_BS`: token types; None
         = all 0."""
         return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B, types_BS))
@@ -444,8 +443,8 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def initialize(model: AnyModel, seed: int) -> AnyModel:
-    """Initialise linears and embeddings to N(0, 0.02), norms to 1 / 0, biases to 0: a pure function of shapes
-    and seed."""
+    """Set linears and embeddings to N(0, 0.02), norms to 1 / 0, biases to 0, depending only on shapes and
+    seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

@@ -24,8 +24,7 @@ class Model(nn.Module):
         return None
 
     def is_decayed(self, name: str) -> bool:
-        """Return whether weight decay applies to a parameter: all but biases and norms (the recipe's
-        groups)."""
+        """Return whether a parameter has weight decay: all but biases and norms (as in the recipe)."""
         return "bias" not in name and "norm" not in name
 
     def is_matrix(self, name: str) -> bool:

@@ -37,8 +37,7 @@ def takes_gpu_kernel(x: Tensor) -> bool:
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N]. A custom operator, because inductor uses oneDNN's only with constant
-    weights."""
+    """Return a @ b.T, [M, N]. A custom operator: inductor uses oneDNN's only with constant weights."""
     return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
@@ -60,7 +59,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N], with the faster library for this device and dtype, for code with its own
+    """Return a @ b.T, [M, N], by the faster library for this device and dtype. For code with its own
     backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
@@ -104,8 +103,7 @@ def add_row_gradients(
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add row by row, the fastest on a CPU. On a GPU one warp would process all positions of a row
-    serially."""
+    """Add row by row, the fastest on a CPU. On a GPU one warp would process a row's positions serially."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)

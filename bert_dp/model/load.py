@@ -59,8 +59,7 @@ def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
 
 
 def load_checkpoint(path: Path) -> LoadedCheckpoint:
-    """Load the model and tokenizer of a checkpoint that `checkpoint.resolve` has verified. Raises
-    ConfigError."""
+    """Load model and tokenizer of a checkpoint that `checkpoint.resolve` has verified. Raises ConfigError."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     if config.task is not None:

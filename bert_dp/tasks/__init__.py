@@ -80,7 +80,7 @@ class Context:
     progress: Callable[[], None]
     """Called by the task after each batch."""
     stopped: Callable[[], bool]
-    """Called by the task before each batch, equally often on all ranks; gives all ranks the same answer.
+    """Called by the task before each batch; all ranks must call it equally often and get the same answer.
     Collective."""
     run_dir: Path | None = None
     """Directory in which this rank writes predictions per example; None = do not write."""

@@ -59,8 +59,7 @@ class Finetuning:
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
     def open_data(self) -> DatasetInfo:
-        """Open the prepared directory. Raises ConfigError if it is damaged or does not fit the
-        configuration."""
+        """Open the prepared directory. Raises ConfigError if it is damaged or does not fit the settings."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
         if issues := manifest.issues(self._config):

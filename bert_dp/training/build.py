@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on a rank whose data differ from rank 0's, as nodes may have separate caches.
+    """Raise ConfigError on a rank whose data differ from rank 0's: nodes may have separate caches.
     Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:

@@ -167,7 +167,7 @@ def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
 
 
 def pci_node(address: str, root: Path) -> int | None:
-    """Return the NUMA node of a PCI device, domain:bus:device.function; None if the kernel does not know
+    """Return a PCI device's NUMA node, address domain:bus:device.function; None if the kernel does not know
     it."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
@@ -244,8 +244,8 @@ def alloc_retries(device: torch.device) -> int | None:
 
 
 def joules(device: torch.device) -> float | None:
-    """Return NVML's energy counter of this device, in joules since its driver was loaded; None without a
-    counter."""
+    """Return NVML's energy counter, in joules since the driver of this device was loaded; None without
+    one."""
     if device.type != "cuda":
         return None
     try:

@@ -121,8 +121,8 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL refuses, or if a set of ranks (rank_sets) spans
-    several nodes."""
+    """Raise ConfigError if ranks share a GPU, which NCCL refuses, or a set of ranks (rank_sets) spans
+    nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -229,8 +229,7 @@ class SharedClock:
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the progress at a time of this clock: the seconds themselves, or on rank 0 the share of the
-        budget."""
+        """Return the progress at a time of this clock: the seconds, or on rank 0 the share of the budget."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
@@ -256,8 +255,7 @@ class SharedClock:
         return self._shared, wanted
 
     def end_step(self) -> float:
-        """Return the seconds since the last exchange, the duration of this step; call it before evaluation
-        and saving."""
+        """Return this step's seconds, since the last exchange; call it before evaluation and saving."""
         self._step_s = self.elapsed_s() - self._step_began_s
         return self._step_s
 

@@ -110,7 +110,7 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Accumulate measurements between log lines; `totals` (seconds over all real steps) are for the
+    """Accumulate measurements between log lines, and `totals` (seconds over all real steps) for the
     summary."""
 
     def __init__(

@@ -116,8 +116,7 @@ class Records:
         self._incomplete: set[str] = set()
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, to the record `name`. Warns about the first line that it
-        loses."""
+        """Append `line`, which has a `step`, to the record `name`. Warns about the first line lost."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
@@ -261,8 +260,8 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, once
-        per silence."""
+        """Let the heartbeat's thread call `report(progress)` once per silence, after `after_s` seconds
+        without progress."""
         self._silence = after_s, report
 
     def close(self) -> None:
