@@ -156,7 +156,7 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
     # a pretrained run has never seen <cls>
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
-        message = f"the tokenizer of {predictor.path} has no token for any of the texts"
+        message = f"the tokenizer of {predictor.path} has no token for any text"
         hint = "choose a run whose tokenizer knows their script"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
     truncated = letters = lost_letters = 0
@@ -183,8 +183,8 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
         progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
     if textless:
         first_textless = f"the first has index {min(textless)}"
-        without = f"{len(textless)} of {len(texts)} examples have a text without a token"
-        progress(f"{without} and no result ({first_textless})", 0, 0)
+        without = f"{len(textless)} of {len(texts)} examples have a text without tokens"
+        progress(f"{without}, so they have no result ({first_textless})", 0, 0)
     if truncated:
         progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
 

@@ -1,8 +1,8 @@
 """Score predictions with scikit-learn and scipy (extra `glue`). Torch-free.
 
-f1 is that of the second of two labels, the mean over more than two labels, or over all decisions together for
-multi_label, where a label is predicted if its logit is above 0 and accuracy counts examples with every label
-right. auc exists only for two labels.
+f1 refers to the second of two labels; with more labels it is averaged over them; for multi_label it pools all
+decisions. A multi_label label is predicted if its logit is above 0, and accuracy counts examples with every
+label right. auc exists only for two labels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure the loss of a run on any text.
 
 Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data. They
-are read twice: for the loss of single tokens, and for that of whole words, which is divided by the words'
-bytes to make runs with different vocabularies comparable. The predicted tokens are a function of (document,
-position), the hidden words one of (document, word index), independent of neighbouring documents.
+are read twice: for the loss of single tokens, then for the loss of whole words per byte, which can be
+compared between runs with different vocabularies. The predicted tokens depend only on (document, position),
+the hidden words only on (document, word index), never on neighbouring documents.
 
 Axes: D documents, T tokens in total, W words of a document.
 """

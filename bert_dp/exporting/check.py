@@ -200,7 +200,7 @@ def compare(
     if exported.kind != "classifier":
         ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # outputs at padding are meaningless
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        raise RunFailed("an output of the run or of the directory is not finite", "not_finite")
+        raise RunFailed("an output of the run or of its export is not finite", "not_finite")
     scale = max(1.0, float(np.abs(ours).max()))
     margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
     is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)

@@ -66,8 +66,8 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear. Falls back to torch's own for sharded weights, autocast, other dtypes and devices,
-    and exported graphs."""
+    """Compute F.linear, by oneDNN if it is faster. Sharded weights, autocast, other dtypes and devices, and
+    exported graphs use torch's own implementation."""
     if not (
         USES_ONEDNN
         and x.device.type == "cpu"

@@ -176,7 +176,7 @@ def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
         own = str(facts.tokenizer)[:16]
         message = f"{source} was trained with tokenizer {own}, but the shards have {tokenizer[:16]}"
-        hint = "build them with data.tokenizer set to that run's tokenizer.json"
+        hint = "build the shards with data.tokenizer set to that run's tokenizer.json"
         issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:

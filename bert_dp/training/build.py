@@ -58,7 +58,7 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
     Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
-        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}"
+        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"
         hint = "set data.path to the same shards on every node"
         raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
@@ -90,7 +90,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         return None
     path = Path(chosen)
     if not files.appears(path / "manifest.json", lambda file: sha256(file) == manifest):
-        message = f"rank {rank.comm.world.rank} does not see the checkpoint that rank 0 sees"
+        message = f"rank {rank.comm.world.rank} does not see the checkpoint that rank 0 chose"
         hint = "use a run directory on a file system that all nodes share"
         raise ConfigError([Issue(str(path), "not_found", message, hint=hint)])
     tensors, facts = checkpoint.load(path)

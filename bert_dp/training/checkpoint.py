@@ -3,8 +3,8 @@
     checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
 
 A directory with its final name is complete: it is written under a temporary name, then renamed. Loading uses
-the newest checkpoint that passes verification. Rank 0 writes in one thread beside training; the long parts of
-a save (safetensors since 0.8, SHA-256, fsync, the search for NaN) release Python's GIL.
+the newest checkpoint that passes verification. Rank 0 writes in a background thread; the long parts of a save
+(safetensors since 0.8, SHA-256, fsync, the search for NaN) release Python's GIL.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
     stepped = {key: key.rpartition("/")[0] for key in state["optimizer"]}
     parameters = [name for name, _ in model.named_parameters()]
     if stepped and (absent := sorted(set(parameters) - set(stepped.values()))):
-        lines.append(f"optimizer.safetensors has nothing for {', '.join(absent)}")
+        lines.append(f"optimizer.safetensors has no state for {', '.join(absent)}")
     for key, name in stepped.items():
         tensor = state["optimizer"][key]
         if name not in expected:
@@ -304,7 +304,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decide when a checkpoint is due, from values that all ranks share, so that all ranks decide alike."""
+    """Decide when a checkpoint is due, from values that all ranks share, so that all ranks agree."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
         """`elapsed_s`: reading of the shared clock at the newest checkpoint."""

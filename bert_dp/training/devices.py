@@ -231,8 +231,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Reset a GPU's peak-memory counter, after releasing cached memory, such as that of autotuning. Does not
-    reset the peak of a CPU rank, as freed memory stays with the process."""
+    """Reset a GPU's peak-memory counter, after releasing cached memory, such as autotuning's. Does not reset
+    the peak of a CPU rank, as freed memory stays with the process."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -79,7 +79,7 @@ class TrainingOutcome:
     signal: int
     """Signal that stopped the run; 0 = the budget is spent, or `failure`."""
     failure: Failure | None
-    """Reason for which the run stopped itself, the same on every rank."""
+    """Reason for aborting the run, the same on every rank."""
 
 
 def train_step(

@@ -140,7 +140,7 @@ class Meter:
         self.measured: dict[str, float | None] = {}
         """Metrics of the last line that the summary and the page show by name."""
         self.skipped_in_a_row = 0
-        """Length of the run of skipped steps that ends at the last line."""
+        """Number of consecutive skipped steps up to the last line, including its own step."""
         self.start(0.0)
 
     def start(self, wait_s: float) -> None:

@@ -123,7 +123,7 @@ class Records:
             failed_writes.count += 1
             if name not in self._incomplete:
                 self._incomplete.add(name)
-                self._log(f"warning: step {line['step']} is missing in {name}: {error}")
+                self._log(f"warning: could not write step {line['step']} to {name}: {error}")
 
 
 def redirect_output(rank: int) -> None:

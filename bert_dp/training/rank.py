@@ -193,8 +193,8 @@ def run(
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
     """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it.
 
-    Our launcher holds RUN_LOCK. Then another holder of .lock is not another run but a rank 0 that the
-    launcher has just killed, which has not exited yet.
+    If our launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank
+    0 that the launcher has just killed and that has not exited yet.
     """
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)

@@ -329,7 +329,7 @@ TENSORS: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("model", "c\x1b[2J", torch.zeros(1), r"no tensor 'c\\x1b"),
     ("optimizer", "a.bias/m", torch.zeros(5).double(), r"a.bias/m: expected float32 .* found float64"),
     ("optimizer", "c/m", torch.zeros(1), "no such parameter"),
-    ("optimizer", "b.weight/", None, "optimizer.safetensors has nothing for b.weight"),
+    ("optimizer", "b.weight/", None, "optimizer.safetensors has no state for b.weight"),
 ]
 
 
