@@ -195,7 +195,7 @@ def compare(
     batch: Inputs, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
     """Compare the outputs of a batch. Different choices count as the same if our outputs for them differ by
-    no more than the tolerance. Raises RunFailed for an output that is not finite."""
+    at most twice the tolerance. Raises RunFailed for an output that is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
         ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # outputs at padding are meaningless

@@ -91,7 +91,7 @@ def clip_and_step(
     that is not finite skips the step through `found_inf`; as the norm is of reduced gradients, all ranks skip
     together. The caller frees the gradients.
 
-    `sharded_sums` covers the ranks that share the optimizer's tensors (None = each tensor is whole),
+    `sharded_sums` covers the ranks with parts of the optimizer's tensors (None = each tensor is whole),
     `norm_sums` also the ranks that own the other tensors (None = the same as `sharded_sums`).
     """
     if scaler is not None:

@@ -273,7 +273,7 @@ def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> N
     larger.save(str(run_dir / "tokenizer.json"))
     assert refusal(run_dir)[:2] == ("RUN", "conflict")
     plain = finetuned(config_of("quickstart", model=SMALL), "recipe")
-    for begin, named in ((None, "name a pretrained run"), ("/runs/a", "name /runs/a")):
+    for begin, named in ((None, "choose a pretrained run"), ("/runs/a", "choose /runs/a")):
         config = resolve([plain.model_dump(mode="json"), {"run": {"init_from": begin}}])
         run = write_run(tmp_path / f"finetuned-{begin is None}", config)
         assert refusal(run) == ("RUN", "unsupported", named)
