@@ -140,8 +140,7 @@ def connect(
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values.
 
-    `store`: None = rendezvous here. A single rank joins no group unless `group_of_one` (the ddp engine on one
-    GPU).
+    `store`: None = rendezvous here. A single rank joins none unless `group_of_one` (ddp engine on one GPU).
     """
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
@@ -198,12 +197,11 @@ class Stop:
 
 
 class SharedClock:
-    """Give all ranks the same progress and the stop request of any rank. Progress is the elapsed seconds of
-    rank 0's clock or, with `spending`, the spent share of a budget in dollars or kWh.
+    """Give all ranks the same elapsed seconds, those of rank 0's clock, and the stop request of any rank.
+    With `spending`, give the spent share of a budget in dollars or kWh instead of seconds.
 
     `exchange` returns the values sent one step earlier and sends the next ones, so no step waits for it. Rank
-    0 sends its reading at the expected start of the next step: now plus the duration of the last completed
-    step.
+    0 sends its reading at the expected start of the next step: now plus the last completed step's duration.
     """
 
     def __init__(
@@ -229,18 +227,18 @@ class SharedClock:
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the progress at a time of this clock: the seconds, or on rank 0 the share of the budget."""
+        """Return the amount spent by `elapsed_s`: those seconds, or on rank 0 the share of the budget."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds, for a checkpoint. With a budget in hours they never decrease, even if
-        rank 0 had expected a longer step."""
+        """Return the elapsed seconds, for a checkpoint. For a budget in hours at least the last shared
+        reading, which may expect a longer step, so that progress never decreases when the run resumes."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """Return the progress at the start of this step, which never decreases, and the request of any rank.
+        """Return the amount spent by the start of this step, never decreasing, and any rank's stop request.
 
         The first exchange returns the initial elapsed_s, or rank 0's share of the budget. The second waits
         for rank 0's reading, as no step has been timed before. Collective.
@@ -272,7 +270,7 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send the progress again after a pause, which the expected step time did not include. Collective."""
+        """Send the amount spent again after a pause, as the expected step excluded it. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)
@@ -291,12 +289,12 @@ class SharedClock:
             self._receive()
 
     def _send(self, elapsed_s: float, stop: Stop) -> None:
-        """Start an exchange; for time and progress only rank 0's values count."""
+        """Start an exchange; for the time and the amount spent, only rank 0's values count."""
         mine = (self.spent(elapsed_s), elapsed_s) if self._comm.world.rank == 0 else (0.0, 0.0)
         self._pending = self._comm.max_async([*mine, float(stop.signal), float(stop.failed)])
 
     def _receive(self) -> tuple[float, float, Stop]:
-        """Wait for the pending exchange; return progress, elapsed seconds and the request."""
+        """Wait for the pending exchange; return the amount spent, elapsed seconds and stop request."""
         assert self._pending is not None
         spent, elapsed_s, signal, failed = self._pending()
         self._pending = None

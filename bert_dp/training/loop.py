@@ -143,7 +143,7 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return the task's held-out measurements, without dropout. `stopped`, `run_dir`: see `Context`.
+    """Return held-out measurements of the task, without dropout. `stopped`, `run_dir`: see `Context`.
     Collective."""
     context = Context(
         comm=trainer.comm,
@@ -163,7 +163,7 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Train until the budget is spent, any rank gets a signal, or the run aborts; updates `state`.
+    """Train until the budget is spent, any rank gets a signal or the run aborts; update `state`.
     Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)

@@ -110,8 +110,7 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Accumulate measurements between log lines, and `totals` (seconds over all real steps) for the
-    summary."""
+    """Accumulate measurements between log lines, and `totals` (seconds, real steps only) for the summary."""
 
     def __init__(
         self,
