@@ -10,6 +10,6 @@ from bert_dp.training.rank import main
 
 if __name__ == "__main__":
     code = main(standalone=LAUNCHER_PID not in os.environ)
-    if code:  # peers may be gone: leave without the process group's own farewell
+    if code:  # peers may have exited: skip the shutdown of the process group
         sys.stdout.flush()
         os._exit(code)

@@ -1,1 +1,1 @@
-"""Predictions, scores and text losses of a trained model."""
+"""Compute predictions, scores and text losses of a trained model."""

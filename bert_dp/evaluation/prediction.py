@@ -1,8 +1,8 @@
-"""Label or encode the examples of a file, a JSON line for each, in the order of the file.
+"""Label or encode the examples of a file, as one JSON line per example, in the file's order.
 
-Examples of about one length are computed together.
+Examples of similar length are computed together.
 
-Axes: N examples that are held at once, B of a batch, S tokens of its longest, L outputs of an example.
+Axes: N examples in memory, B of a batch, S tokens of its longest, L outputs per example.
 """
 
 from __future__ import annotations
@@ -42,26 +42,25 @@ from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
 
-HELD = 8192  # examples that are sorted by length among each other
-# of one forward pass, padding included: a GPU needs many to be busy; a core is busy with few, and then fewer
-# are padding (benchmarks/RESULTS.md)
+HELD = 8192  # examples that are sorted by length together
+# per forward pass, including padding: a GPU needs many to be busy; a core needs few, and smaller batches
+# have less padding (benchmarks/RESULTS.md)
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
-DIGITS = 6  # after the point, of what is written
+DIGITS = 6  # decimal places in the output
 
 Texts = Sequence[tuple[str, ...]]
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Token ids and a mask of the real ones, each [B, S], to logits [B, L] of a finetuned run or hidden states
-[B, S, H]."""
+"""Map token ids and a real-token mask, [B, S], to logits [B, L] (finetuned) or hidden states [B, S, H]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """Hold a model that predicts, as it was loaded."""
+    """Loaded model for predictions."""
 
     path: Path
     """Its checkpoint or exported directory."""
     finetune: FinetuneConfig | None
-    """None of a pretrained run."""
+    """None for a pretrained run."""
     encoder: ExampleEncoder
     compute: Compute
     device: torch.device
@@ -76,28 +75,28 @@ def predict_file(
     out: Path | None = None,
     precision: str = "auto",
 ) -> None:
-    """Write a line for each example of `file`, to a new file `out` or to stdout.
+    """Write one line per example of `file`, to a new file `out` or to stdout.
 
     `text` and `text_pair`: columns of a table. `run`, `precision`: see `open_predictor`. Raises ConfigError
     and RunFailed.
     """
     if out is not None and out.exists():
-        raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="name a new file")])
+        raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="choose a new file")])
     use_all_cores()
     predictor = open_predictor(run.expanduser(), precision)
     first_column = "text" if text is None and text_pair is not None else text
     texts = read_texts(file, [column for column in (first_column, text_pair) if column is not None])
     with shown_progress() as progress:
         lines = predict(predictor, texts, progress)
-        first = next(lines)  # bad input is refused before a folder is made for --out
+        first = next(lines)  # refuse bad input before creating a directory for --out
         with destination(out) as stream:
             for line in itertools.chain([first], lines):
                 stream.write(json.dumps(line) + "\n")
 
 
 def open_predictor(run: Path, precision: str = "auto") -> Predictor:
-    """Load a run, a checkpoint or an exported directory. `precision`: of a run, see inference_precision; an
-    exported directory computes on the CPU in its own. Raises ConfigError."""
+    """Load a run, a checkpoint or an exported directory. `precision`: for a run, see inference_precision; an
+    exported directory computes on the CPU in its own precision. Raises ConfigError."""
     if not (run / EXPORTED).is_file():
         loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,8 +107,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         return Predictor(loaded.path, finetune, encoder, compute, device)
     exported = read_exported(run)
     if precision != "auto":
-        message = f"{precision} is for runs, and {run} was exported in {exported.precision}"
-        hint = "leave it out, or name the run"
+        message = f"{precision} is only for runs, but {run} was exported in {exported.precision}"
+        hint = "leave it out, or pass the run"
         raise ConfigError([Issue("--precision", "conflict", message, precision, "RUN", hint)])
     require_loaders(exported, "predict")
     encoder = ExampleEncoder.load(run / files.TOKENIZER, exported.sequence_length)
@@ -131,8 +130,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model of ours to a device and return it as `Compute`. `sep`: id of the separator, for a model
-    with token types; None = it has none."""
+    """Move our model to a device and wrap it as a `Compute`. `sep`: the separator's id, for a model with
+    token types; None = a model without them."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -147,18 +146,18 @@ def on_device(
 
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Yield a line for each example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
-    the `encoding` of a pretrained one, the mean of its hidden states. An example with a text without a token
+    """Yield one line per example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
+    the `encoding` of a pretrained one, the mean of its hidden states. An example with a text without tokens
     has `tokens`: 0 instead.
 
     Raises ConfigError if no example has tokens, RunFailed if outputs are not finite.
     """
     finetune = predictor.finetune
-    # a pretrained run has never seen a <cls>
+    # a pretrained run has never seen <cls>
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
-        message = f"the tokenizer of {predictor.path} has no token for any of the texts"
-        hint = "name a run that knows their script"
+        message = f"the tokenizer of {predictor.path} has no token for any text"
+        hint = "choose a run whose tokenizer knows their script"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
     truncated = letters = lost_letters = 0
     textless: set[int] = set()
@@ -184,8 +183,8 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
         progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
     if textless:
         first_textless = f"the first has index {min(textless)}"
-        without = f"{len(textless)} of {len(texts)} examples have a text without a token"
-        progress(f"{without} and no result ({first_textless})", 0, 0)
+        without = f"{len(textless)} of {len(texts)} examples have a text without tokens"
+        progress(f"{without}, so they have no result ({first_textless})", 0, 0)
     if truncated:
         progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
 
@@ -197,9 +196,9 @@ def outputs_of(
     most: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
-    """Compute [N, L] in the order of `rows`, the tokens of each example: logits, or the mean of the hidden
-    states. `most`: see `batches`; `progress` gets the number of examples done. Raises RunFailed for an output
-    that is not finite."""
+    """Compute [N, L] in the order of `rows`, the tokens of each example: logits, or the mean of hidden
+    states. `most`: see `batches`; `progress` receives the number of completed examples. Raises RunFailed for
+    an output that is not finite."""
     together = [*batches(np.array([len(row) for row in rows], np.int64), most)]
     outputs = []
     for index_B in together:
@@ -215,7 +214,7 @@ def outputs_of(
 
 
 def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and a mask of the real ones, each [B, S]."""
+    """Return token ids and a mask of real tokens, each [B, S]."""
     tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
     ids_BS = pad_sequence(tensors, batch_first=True, padding_value=pad)
     length_B1 = torch.tensor([[len(row)] for row in rows])
@@ -223,7 +222,7 @@ def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor
 
 
 def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the indices of examples by length, longest first: at most `most` tokens with padding, or one
+    """Yield indices of examples by length, longest first: up to `most` tokens including padding, or one
     example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
@@ -233,8 +232,8 @@ def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int6
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
-    """Return the `score` of a regression; else `label`, the likeliest, or `labels`, those likelier than not,
-    and the `probabilities` of all by name."""
+    """Return the `score` of a regression; else `label`, the most probable one, or `labels`, those above 50 %,
+    and the `probabilities` of all labels by name."""
     if finetune.kind == "regression":
         return {"score": round(float(logits_L[0]), DIGITS)}
     names = finetune.labels
@@ -250,7 +249,7 @@ def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[st
 
 def read_texts(file: str, columns: Sequence[str]) -> Texts:
     """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. Raises
-    ConfigError for what cannot be read, and for an empty text."""
+    ConfigError for a file that cannot be read, and for an empty text."""
     path = Path(os.path.expanduser(file))
     is_hub = file.startswith("hub:")
     if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":
@@ -259,24 +258,24 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
     for number, line in readers.lines(path):
         if not line.strip():
             message = f"line {number} is empty"
-            raise ConfigError([Issue(file, "missing", message, hint="drop it, as each line is an example")])
+            raise ConfigError([Issue(file, "missing", message, hint="delete it, as each line is an example")])
         texts.append((line,))
     if not texts:
-        raise ConfigError([Issue(file, "missing", "holds no example")])
+        raise ConfigError([Issue(file, "missing", "contains no example")])
     return texts
 
 
 @contextlib.contextmanager
 def destination(out: Path | None) -> Iterator[TextIO]:
-    """Open stdout, or a file that appears whole or not at all. Raises ConfigError if its folder cannot be
-    written."""
+    """Open stdout, or a file that appears only when complete. Raises ConfigError for an unwritable
+    directory."""
     if out is None:
         try:
             yield sys.stdout
             sys.stdout.flush()
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
-            if not isinstance(error, BrokenPipeError):  # its reader has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest of the buffer
+            if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe
                 raise
         return
     try:
@@ -284,7 +283,7 @@ def destination(out: Path | None) -> Iterator[TextIO]:
         folder = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     except OSError as error:
         message = f"{out.parent} cannot be written ({error.strerror})"
-        hint = "name a file elsewhere"
+        hint = "choose a path in another directory"
         raise ConfigError([Issue("--out", "not_found", message, str(out), hint=hint)]) from None
     with folder as name:
         path = Path(name) / out.name

@@ -1,8 +1,8 @@
-"""Score predictions by scikit-learn and scipy (extra `glue`). Torch-free.
+"""Score predictions with scikit-learn and scipy (extra `glue`). Torch-free.
 
-f1 is that of the second of two labels, the mean over labels of more, and over all decisions together of
-multi_label, where a label is predicted if its logit is above 0 and accuracy counts examples with every label
-right. auc is of two labels.
+f1 refers to the second of two labels; with more labels it is averaged over them; for multi_label it pools all
+decisions. A multi_label label is predicted if its logit is above 0, and accuracy counts examples with every
+label right. auc exists only for two labels.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
 def score(
     metrics: Sequence[Metric], kind: LabelKind, logits: NDArray[Any], labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Compute each metric of the model's outputs [n, L] (regression [n, 1]) against labels: [n] whole
-    numbers, [n, L] of 0 and 1, or [n] scores. No prediction is clipped or rounded.
+    """Compute each metric from the model's outputs [n, L] (regression [n, 1]) and labels: [n] integers, [n,
+    L] of 0 and 1, or [n] scores. Predictions are neither clipped nor rounded.
 
-    NaN where a metric is not defined: a correlation with what is constant, an auc where one label is absent.
-    Raises ValueError for logits that are not finite, KeyError for a metric that is none of the kind's, and
-    ConfigError where the extra is not installed.
+    NaN if a metric is undefined: a correlation with a constant, an auc with only one label present. Raises
+    ValueError for logits that are not finite, KeyError for a metric that the kind does not have, and
+    ConfigError if the extra is not installed.
     """
     if not np.isfinite(logits).all():
-        raise ValueError("a logit is not finite, so there is nothing to score")
+        raise ValueError("a logit is not finite, so the predictions cannot be scored")
     measures = _measures(kind, logits.shape[1])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of metrics that are not defined
+        warnings.simplefilter("ignore")  # about undefined metrics
         return {name: float(measures[name](labels, logits.astype(np.float64))) for name in metrics}
 
 
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: the most frequent label of train, or the mean of a regression."""
+    """Score a constant prediction: the most frequent label of train, or the mean for a regression."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":
@@ -55,7 +55,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """Return the metrics of a kind: labels and logits to a score."""
+    """Return the metrics of a kind: functions from labels and logits to a score."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

@@ -1,7 +1,7 @@
-"""Compute a teacher's logits of a transfer set, and let a masked language model draw words.
+"""Compute a teacher's logits for a transfer set, and sample words from a masked language model.
 
-`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N, and the
-launcher starts all N. Axes as in bert_dp.evaluation.prediction; P predicted positions, V ordinary tokens.
+`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N; the launcher
+starts all N. Axes as in bert_dp.evaluation.prediction; P predicted positions, V ordinary tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bert_dp.examples.table import LOGITS, Examples
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.load import load_checkpoint
 
-PART = 4096  # examples of a file: what is lost when it is interrupted
+PART = 4096  # examples per file, the most that an interruption loses
 
 
 def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: str) -> str:
@@ -42,8 +42,8 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write every `of`-th file of the logits of train, from `share` on, where it is not there yet. The
-    contents of a file do not depend on `of`. Raises ConfigError and RunFailed."""
+    """Write every `of`-th logits file of train, starting at `share`, that does not exist yet. A file's
+    contents do not depend on `of`. Raises ConfigError and RunFailed."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens
@@ -65,8 +65,8 @@ def compute_share(
 
 
 def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.int64], seed: int) -> None:
-    """Replace each HOLE_ID of examples, in place, by an ordinary token that the masked language model of a
-    checkpoint draws by its probabilities. Raises ConfigError for another model."""
+    """Replace each HOLE_ID in examples, in place, by an ordinary token sampled from the predictions of a
+    checkpoint's masked language model. Raises ConfigError for another kind of model."""
     loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
         message = f"{checkpoint} is not a masked language model"
@@ -74,14 +74,14 @@ def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.in
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, special = loaded.model.to(device), tokens.special_ids(loaded.tokenizer, str(checkpoint))
     ordinary = slice(tokens.first_ordinary(loaded.tokenizer, special), tokens.size(loaded.tokenizer))
-    # without <cls>, which it has never seen
+    # without <cls>, which the model has never seen
     rows = [row[1:] for row in np.split(ids, offsets[1:-1]) if (row == HOLE_ID).any()]
     for index_B in batches(np.array([len(row) for row in rows], np.int64), BATCH_TOKENS[device.type]):
         chosen = [rows[i] for i in index_B]
         ids_BS, real_BS = padded(chosen, special["pad"])
         hole_BS = ids_BS == HOLE_ID
         seen_BS = ids_BS.masked_fill(hole_BS, special["mask"])
-        # a function of seed and example
+        # a pure function of seed and example
         draws = [Random(seed.to_bytes(8, "little") + row.tobytes()) for row in chosen]  # noqa: S311 (no secret)
         counts = hole_BS.sum(1).tolist()
         uniform_P = [draw.random() for draw, count in zip(draws, counts, strict=True) for _ in range(count)]

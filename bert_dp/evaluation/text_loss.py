@@ -1,11 +1,11 @@
 """Measure the loss of a run on any text.
 
-Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data.
-They are read twice: for the loss of single tokens, and for that of whole words, which is divided by the
-words' bytes so that runs with different vocabularies compare. The predicted tokens are a function of
-(document, position), the hidden words one of (document, word index), whatever stands beside the document.
+Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data. They
+are read twice: for the loss of single tokens, then for the loss of whole words per byte, which can be
+compared between runs with different vocabularies. The predicted tokens depend only on (document, position),
+the hidden words only on (document, word index), never on neighbouring documents.
 
-Axes: D documents, T tokens of all, W words of a document.
+Axes: D documents, T tokens in total, W words of a document.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
 
 WORD = re.compile(r"\S+")
-TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
+TOKENS, WORDS = 6, 7  # random streams, different from those of training
 
 
 class WordCounts(NamedTuple):
-    """Words of one document, or [D] of each."""
+    """Word counts of one document, or [D] of each document."""
 
     words: Any
     hidden: Any
     hidden_bytes: Any
-    """UTF-8 bytes of the hidden words, without the white space around them."""
+    """UTF-8 bytes of the hidden words, without surrounding white space."""
     silent: Any
-    """Hidden words of which the tokenizer keeps nothing."""
+    """Hidden words for which the tokenizer produces no token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """D documents one after another, each followed by a <sep>."""
+    """D concatenated documents, each followed by <sep>."""
 
     ids_T: NDArray[np.uint16]
     seen_T: NDArray[np.uint16]
-    """The tokens as the model sees them when it predicts those of `drawn_T`."""
+    """Tokens as the model sees them when it predicts those in `drawn_T`."""
     drawn_T: NDArray[np.bool_]
     hidden_T: NDArray[np.bool_]
     """Tokens of hidden words."""
@@ -69,10 +69,10 @@ class Text:
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
-    """Tokenize all documents; draw the tokens to predict and the words to hide. `special`: ids by role."""
+    """Tokenize all documents; sample the tokens to predict and the words to hide. `special`: ids by role."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    tokenizer.encode_special_tokens = True  # "<mask>" in a document is ordinary text
     ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
     parts, counts, size = [], [], 0
     for batch in tokens.in_batches(documents):
@@ -93,8 +93,8 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
 def draw_tokens(
     ids_T: NDArray[np.uint16], key: int, mask_id: int, ordinary: tuple[int, int]
 ) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
-    """Return the tokens of a document as the model sees them, and which it predicts: each with probability
-    EVAL_MASK_RATE, seen as <mask> (80 %), as a random token of `range(*ordinary)` (10 %), or as it is."""
+    """Return a document's tokens as the model sees them, and which ones it predicts: each with probability
+    EVAL_MASK_RATE, seen as <mask> (80 %), as a random token in `range(*ordinary)` (10 %), or unchanged."""
     random_T = hash64(key, TOKENS, np.arange(len(ids_T)))
     share_T = mix64(random_T + GOLDEN)
     drawn_T = random_T < U64(int(EVAL_MASK_RATE * 2.0**64))
@@ -108,13 +108,13 @@ def draw_tokens(
 def hide_words(
     text: str, offsets: Sequence[tuple[int, int]], key: int
 ) -> tuple[NDArray[np.bool_], WordCounts]:
-    """Return the tokens of a document that share a character with a hidden word: a word is hidden with
-    probability EVAL_MASK_RATE. `offsets`: of each token its first character and the one after its last."""
+    """Return which tokens of a document share a character with a hidden word; each word is hidden with
+    probability EVAL_MASK_RATE. `offsets`: each token's first character and the one after its last."""
     spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts_W, ends_W = spans_W2.T
     drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(EVAL_MASK_RATE * 2.0**64))
     begin_T, end_T = np.array(offsets, np.int64).reshape(-1, 2).T
-    first_T = np.searchsorted(ends_W, begin_T, side="right")  # the words that a token shares characters with
+    first_T = np.searchsorted(ends_W, begin_T, side="right")  # words that share characters with a token
     last_T = np.maximum(np.searchsorted(starts_W, end_T, side="left"), first_T)
     drawn_before_W = np.concatenate([[0], np.cumsum(drawn_W)])
     has_token_W = np.zeros(len(spans_W2) + 1, np.int64)
@@ -130,66 +130,66 @@ def hide_words(
     return drawn_before_W[last_T] > drawn_before_W[first_T], counts
 
 
-# of one forward pass, about; the logits of 15 % of them are held at once. A GPU needs many tokens to be busy
+# approximate, per forward pass, with logits for 15 % of them. A GPU needs many tokens to be busy
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 8192}
 
 
 class PredictedTokens(StoredModel):
-    """Single tokens of a text that a run predicted."""
+    """Results for predicted single tokens of a text."""
 
     tokens: Count
     documents: Count
     loss: float
     """Mean cross entropy, nats per predicted token."""
     loss_se: float | None
-    """Standard error over documents, each drawn as a whole; null of one document."""
+    """Standard error over documents, each sampled as a whole; null for one document."""
     accuracy: float
-    """Share whose likeliest token is right."""
+    """Share of tokens whose most probable prediction is right."""
 
 
 class HiddenWords(StoredModel):
-    """Whole words that a run predicted, every token of a word hidden at once."""
+    """Results for predicted whole words, with all tokens of a word hidden at once."""
 
     words: Count
-    """Drawn by (document, word): the same words for every vocabulary."""
+    """Sampled by (document, word): the same words for every vocabulary."""
     words_without_token: Count
-    """Among them, of which the tokenizer keeps nothing: their bytes cost no bit."""
+    """Words among them for which the tokenizer produces no token: their bytes count, but cost no bits."""
     bytes: Count
-    """UTF-8, of the words as they stand in the text."""
+    """UTF-8 bytes of the words as written in the text."""
     documents: Count
     tokens: Count
     unknown_tokens: Count
     bits_per_byte: float | None
     bits_per_byte_se: float | None
     bits_D: list[float] = Field([], exclude=True)
-    """Bits and bytes of the hidden words of each document, for differences of runs."""
+    """Bits of each document's hidden words, as bytes_D their bytes, to compute differences between runs."""
     bytes_D: list[int] = Field([], exclude=True)
 
 
 class TextLoss(StoredModel):
-    """Result of `eval mlm`, as its --json prints it."""
+    """Result of `eval mlm`, as printed by --json."""
 
     schema_version: int = SCHEMA_VERSION
     run: str
     step: int
-    """Of the checkpoint, optimizer steps."""
+    """Optimizer steps of the checkpoint."""
     vocab_size: int
     sequence_length: int
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """name, bytes, sha256 and documents of each."""
+    """name, bytes, sha256 and documents of each source."""
     documents: Count
     documents_without_tokens: Count
-    """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
+    """Documents for which the tokenizer produces no token; only their separators are evaluated."""
     tokens: Count
-    """With a separator after each document."""
+    """Including a separator after each document."""
     words: Count
-    """Runs of characters between white space."""
+    """Character runs between white space."""
     bytes: Count
-    """UTF-8, of the documents."""
+    """UTF-8 bytes of the documents."""
     mask_rate: float
-    """Share of the tokens that are predicted, and of the words that are hidden."""
+    """Share of tokens that are predicted, and of words that are hidden."""
     predicted: PredictedTokens
     hidden: HiddenWords
 
@@ -197,38 +197,38 @@ class TextLoss(StoredModel):
 def text_loss(
     run: str, texts: Sequence[str], options: BuildConfig, tell: Progress, precision: str = "auto"
 ) -> TextLoss:
-    """Measure the newest good checkpoint of a run, or one checkpoint, on the documents of `texts`.
+    """Measure the newest valid checkpoint of a run, or one checkpoint, on the documents in `texts`.
 
-    `precision`: see inference_precision. Raises ConfigError for a run or text that cannot be used, RunFailed
-    where the loss is not finite.
+    `precision`: see inference_precision. Raises ConfigError for an unusable run or text, RunFailed if the
+    loss is not finite.
     """
     resolved = inputs.resolve(texts, options)
     loaded = load_checkpoint(checkpoint.resolve(run))
     path, facts, config, model = loaded.path, loaded.facts, loaded.config, loaded.model
     if not isinstance(model, CrammedBert):
-        hint = f"name {config.run.init_from or 'a pretrained run'}"
-        message = f"{run} was finetuned and predicts no tokens"
+        hint = f"choose {config.run.init_from or 'a pretrained run'}"
+        message = f"{run} is a finetuned run and has no masked-token head"
         raise ConfigError([Issue("RUN", "unsupported", message, run, hint=hint)])
     special = tokens.special_ids(loaded.tokenizer, str(path))
     if (size := tokens.size(loaded.tokenizer)) > config.model.vocab_size:
-        message = f"{path}: its tokenizer has {size} tokens, its model {config.model.vocab_size}"
-        hint = "put the tokenizer.json of the run's shards there"
+        message = f"the tokenizer of {path} has {size} tokens, but its model has {config.model.vocab_size}"
+        hint = "copy the tokenizer.json of the run's shards there"
         raise ConfigError([Issue("RUN", "conflict", message, size, "model.vocab_size", hint)])
     records = [source_record(source) for source in resolved]
     tell("tokenize", 0, None)
     with contextlib.closing(read_documents(resolved, records)) as documents:
         text = read(documents, loaded.tokenizer, special)
     lengths_D = np.bincount(text.document_T)
-    textless = int((lengths_D == 1).sum())  # of the <sep> alone
+    textless = int((lengths_D == 1).sum())  # only <sep>
     if textless == len(lengths_D):
         message, hint = (
             f"the tokenizer of {path} has no token for any of the text",
-            "name a run that knows it",
+            "choose a run whose tokenizer knows it",
         )
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} that are predicted"
-        raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="give more text")])
+        message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} to predict"
+        raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     chosen = inference_precision(precision, device)
@@ -275,7 +275,7 @@ def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) ->
 def word_losses(
     model: CrammedBert, text: Text, length: int, special: dict[str, int], tell: Progress
 ) -> HiddenWords:
-    """Compute the loss of the hidden words, whose tokens the model sees as <mask>, over their bytes."""
+    """Compute the loss of hidden words, whose tokens the model sees as <mask>, per byte."""
     hidden_T, counts_D = text.hidden_T, text.counts_D
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
     loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", tell)
@@ -296,8 +296,8 @@ def word_losses(
 
 
 def difference(first: HiddenWords, second: HiddenWords) -> tuple[float | None, float | None]:
-    """Return bits per byte of the second less those of the first on the same text, and the standard error of
-    the difference over documents."""
+    """Return the bits per byte of the second run minus those of the first on the same text, and the
+    difference's standard error over documents."""
     return ratio(np.array(second.bits_D) - np.array(first.bits_D), np.array(first.bytes_D))
 
 
@@ -310,11 +310,8 @@ def scores(
     stage: str,
     tell: Progress,
 ) -> NDArray[np.float64]:
-    """Compute [2, P]: of each predicted token, in order, its cross entropy in nats and whether it is the best
-    guess.
-
-    Raises RunFailed where a loss is not finite.
-    """
+    """Compute [2, P]: each predicted token's cross entropy in nats, and 1 if it is the most probable one, in
+    order. Raises RunFailed if a loss is not finite."""
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
     for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):
@@ -333,7 +330,7 @@ def scores(
 
 
 def pieces(count: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, end, tokens in each sequence) of batches of about `most` tokens, `count` in all."""
+    """Yield (first, end, tokens per sequence) of batches of about `most` tokens, `count` in total."""
     whole, step = count // length * length, max(1, most // length) * length
     for begin in range(0, whole, step):
         yield begin, min(begin + step, whole), length
@@ -342,8 +339,8 @@ def pieces(count: int, length: int, most: int) -> Iterator[tuple[int, int, int]]
 
 
 def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
-    """Compute a ratio of two sums and its standard error over documents, each drawn as a whole (Cochran 1977,
-    2.11). None where the count is 0; no error of one document."""
+    """Compute a ratio of two sums and its standard error over documents, each sampled as a whole (Cochran
+    1977, 2.11). None if the count is 0; no error for one document."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
     if not total:
         return None, None

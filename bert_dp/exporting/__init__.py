@@ -1,1 +1,1 @@
-"""Export runs for other programs (transformers, ONNX, AOTInductor) and check that they compute the same."""
+"""Export runs for other programs (transformers, ONNX, AOTInductor), and check that the outputs agree."""

@@ -1,7 +1,7 @@
-"""Compare an exported directory with its run: both compute the same batches, the directory in a process
-without our code.
+"""Compare an exported directory with its run on the same batches; the directory runs in a process without our
+code.
 
-Axes: B sequences, S positions, O outputs of a position or of a sequence.
+Axes: B sequences, S positions, O outputs per position or per sequence.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from bert_dp.training import checkpoint
 from bert_dp.training.process import RunFailed
 
 BATCHES = (1, 3, 8)
-LENGTHS = (5, 37, 128)  # and the run's own
+LENGTHS = (5, 37, 128)  # and the run's own length
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
-"""Largest difference in fp32, of outputs up to 1; of larger ones as a share of the largest."""
+"""Largest difference in fp32, relative to the largest output if that is above 1."""
 
 Inputs = tuple[NDArray[np.int64], ...]
-"""Token ids, attention mask and, where the model has them, token types of a batch, each [B, S]."""
+"""Token ids, attention mask and, if the model has them, token types of a batch, each [B, S]."""
 
 
 class ExportBatch(StoredModel):
@@ -47,15 +47,15 @@ class ExportBatch(StoredModel):
     batch: int
     length: int
     outputs: int
-    """Numbers that were compared, of real tokens."""
+    """Number of compared outputs, at real tokens only."""
     difference: float
-    """The largest, over the largest output of the run where that is above 1."""
+    """Largest difference, relative to the run's largest output if that is above 1."""
     top1: float | None
-    """Share of the positions or examples with the same largest output; null of hidden states."""
+    """Share of the positions or examples with the same largest output; null for hidden states."""
 
 
 class ExportCheck(StoredModel):
-    """Result of `export check`, as its --json prints it."""
+    """Result of `export check`, as printed by --json."""
 
     schema_version: int = SCHEMA_VERSION
     format: str
@@ -64,24 +64,24 @@ class ExportCheck(StoredModel):
     architecture: str | None
     checkpoint: str
     tolerance: float | None
-    """Of `difference`; null where another precision is measured and not judged."""
+    """Limit on `difference`; null if another precision than fp32 is measured, without a verdict."""
     rows: list[ExportBatch]
     parameters: int | None = None
-    """Of the model as it was loaded; null where the format does not tell."""
+    """Number in the loaded model; null if the format does not say."""
     stored_parameters: int | None = None
-    """In model.safetensors."""
+    """Number in model.safetensors."""
     run_parameters: int
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
-    """Parameters of the class that are not in the file, and the other way round."""
+    """Parameters of the class missing from the file, and parameters in the file unknown to the class."""
     again: float
-    """Largest difference after it was saved and loaded again."""
+    """Largest difference after saving and loading it again."""
     versions: dict[str, str]
-    """Of Python and the packages that loaded it."""
+    """Versions of Python and the packages that loaded it."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        """True if both compute the same. Without a tolerance only the parameters are compared."""
+        """True if both outputs agree. Without a tolerance, only the parameters are compared."""
         if self.not_loaded or self.parameters != self.stored_parameters:
             return False
         if self.tolerance is None:
@@ -91,11 +91,11 @@ class ExportCheck(StoredModel):
 
 
 def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
-    """Compare a directory with its run. `run`: its directory; None = see `open_source`. `python`: the
+    """Compare a directory with its run. `run`: the run's directory; None = see `open_source`. `python`: the
     interpreter that loads the directory.
 
-    Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed if
-    the directory cannot be computed.
+    Raises ConfigError for an unusable directory or run, or for another run's directory, and RunFailed if the
+    directory's model cannot be run.
     """
     exported = read_exported(directory)
     require_loaders(exported, "export check")
@@ -120,29 +120,29 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
-    """Open the run of a directory: `run`, or one of its name in the current folder, in runs, or beside the
-    directory. Raises ConfigError if it is not found or has other weights."""
+    """Open the run of a directory: `run`, or one with the exported name in the current folder, in runs, or
+    beside the directory. Raises ConfigError if it is not found or has other weights."""
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
     for candidate in [place for place in places if place.exists()] if run is None else [run]:
-        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # it may have been trained on
+        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # the run may have continued
         try:
             path = checkpoint.resolve(str(own if own.is_dir() else candidate))
         except ConfigError as error:
             if run is None:
-                continue  # a folder of the same name that is no run
+                continue  # a folder with the same name that is not a run
             raise ConfigError([issue.within("--run") for issue in error.issues]) from None
         if files.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
     if run is not None:
         message = f"{run} does not have the weights that were exported at step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
-    message = f"no run {exported.run} with the weights of DIR here, in runs or beside DIR"
-    raise ConfigError([Issue("--run", "not_found", message, hint="name the run that has them")])
+    message = f"found no run {exported.run} with the weights of DIR here, in runs or beside DIR"
+    raise ConfigError([Issue("--run", "not_found", message, hint="pass the run that has them")])
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
-    """Draw ordinary tokens by seed; the first sequence of a batch is whole, the others of any length."""
+    """Sample ordinary tokens by seed; a batch's first sequence has full length, the others any length."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
     most = exported.sequence_length
@@ -160,7 +160,7 @@ def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
 
 
 def reference(source: ExportSource, *inputs: NDArray[Any]) -> NDArray[Any]:
-    """Compute a batch by our model, in fp32."""
+    """Compute a batch with our model, in fp32."""
     with torch.inference_mode():
         outputs = source.module()(*map(torch.from_numpy, inputs))
     return outputs[0].numpy()
@@ -169,7 +169,7 @@ def reference(source: ExportSource, *inputs: NDArray[Any]) -> NDArray[Any]:
 def compute_apart(
     directory: Path, batches: Sequence[Inputs], python: str = sys.executable
 ) -> tuple[list[NDArray[Any]], dict[str, Any]]:
-    """Compute the batches by the directory in a process of its own; return the outputs and its facts."""
+    """Compute the batches from the directory in a separate process; return the outputs and its facts."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         arrays: dict[str, NDArray[Any]] = {}
@@ -186,7 +186,7 @@ def compute_apart(
         if done.returncode == load_exported.UNUSABLE:
             raise ConfigError([Issue("", "unsupported", done.stdout.strip())])
         if done.returncode:
-            raise RunFailed(f"{directory} could not be computed; see above", "error")
+            raise RunFailed(f"the model in {directory} could not be run; see above", "error")
         outputs = load_file(results)
     return [outputs[f"output-{i}"] for i in range(len(batches))], json.loads(done.stdout.splitlines()[-1])
 
@@ -194,13 +194,13 @@ def compute_apart(
 def compare(
     batch: Inputs, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of a batch. A choice of ours and one of theirs are the same if their outputs differ
-    by no more than the tolerance. Raises RunFailed for an output that is not finite."""
+    """Compare the outputs of a batch. Different choices count as the same if our outputs for them differ by
+    at most twice the tolerance. Raises RunFailed for an output that is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
-        ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # what stands at padding says nothing
+        ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # outputs at padding are meaningless
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        raise RunFailed("an output of the run or of the directory is not finite", "not_finite")
+        raise RunFailed("an output of the run or of its export is not finite", "not_finite")
     scale = max(1.0, float(np.abs(ours).max()))
     margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
     is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)

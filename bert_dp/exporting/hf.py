@@ -1,9 +1,9 @@
-"""Convert our models to classes of transformers. Needs no transformers.
+"""Convert our models to classes of transformers. Does not need transformers.
 
-ModernBERT has our parameter names. EuroBERT has no norm behind its embedding: as that is all that stands
-there, the norm is applied to every row of the table beforehand, and the decoder keeps the table as it was.
-RoBERTa and RobertaPreLayerNorm count positions from pad_token_id + 1; they and BERT have biases everywhere:
-zeros where we have none. Axes as in bert_dp.model.bert.
+ModernBERT has our parameter names. EuroBERT has no norm after its embedding; as only the table precedes it,
+the norm is applied to every row of the table in advance, and the decoder keeps the original table. RoBERTa
+and RobertaPreLayerNorm count positions from pad_token_id + 1; they and BERT have biases everywhere: zeros if
+we have none. Axes as in bert_dp.model.bert.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CLASS_OF: dict[Kind, str] = {
 
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return config.json of transformers' class. `special`: ids of tokens by role.
+    """Return config.json of the class in transformers. `special`: token ids by role.
 
-    Raises ConfigError if no class holds the model, naming the settings.
+    Raises ConfigError, with the settings, if no class can represent the model.
     """
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
@@ -60,9 +60,9 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
 
 def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
+    """Return the parameters of `model` in fp32, by their names in that class, without a tied decoder.
 
-    Raises ConfigError as settings_of.
+    Raises ConfigError like settings_of.
     """
     *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)
@@ -123,7 +123,7 @@ def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -
         "head_dim": model.hidden_size // model.num_heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "classifier_pooling": {"cls": "bos", "mean": "mean"}[config.finetune.pooling],
-        "tie_word_embeddings": False,  # the decoder has the table without the norm
+        "tie_word_embeddings": False,  # the decoder uses the table without the norm
     }
 
 
@@ -142,7 +142,7 @@ def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> di
 
 
 def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
-    """Return the rows of the class's table before the first position."""
+    """Return the number of rows before the first position in the class's table."""
     return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
 
 
@@ -150,8 +150,8 @@ def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
 
 
 def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
-    """Yield weight and bias of a linear layer or a norm; `biased`: theirs always has one, zeros where ours
-    has none."""
+    """Yield weight and bias of a linear layer or a norm. `biased`: theirs always has a bias, zeros without
+    ours."""
     weight, bias = state[f"{ours}.weight"], state.get(f"{ours}.bias")
     yield f"{theirs}.weight", weight
     if bias is None and biased:
@@ -199,7 +199,7 @@ def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], 
         yield from _projections(state, f"{ours}.attn", roles)
         yield from _module(state, f"{theirs}.self_attn.o_proj", f"{ours}.attn.Wo")
         for name, tensor in _module(state, "Wi", f"{ours}.mlp.Wi"):
-            gate, up = tensor.chunk(2)  # the half that is activated comes first
+            gate, up = tensor.chunk(2)  # the activated half comes first
             yield name.replace("Wi", f"{theirs}.mlp.gate_proj"), gate
             yield name.replace("Wi", f"{theirs}.mlp.up_proj"), up
         yield from _module(state, f"{theirs}.mlp.down_proj", f"{ours}.mlp.Wo")
@@ -208,7 +208,7 @@ def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], 
     yield from _module(state, f"{front}norm", "model.final_norm")
     if kind == "mlm":
         yield "lm_head.weight", table_VH
-        if model.bias:  # its mlp_bias is the decoder's too
+        if model.bias:  # EuroBERT's mlp_bias also applies to the decoder
             yield "lm_head.bias", table_VH.new_zeros(len(table_VH))
     if kind == "classifier":
         yield from _module(state, "dense", "head.dense")
@@ -246,7 +246,7 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
         )
         yield from _module(state, dense, "head.dense")
         yield from _module(state, last, "head.classifier")
-    else:  # a pooler that nothing was trained for: zeros, where a reader would draw at random
+    else:  # an untrained pooler: zeros, where a loader would initialise at random
         yield "pooler.dense.weight", zeros_1H.new_zeros(hidden, hidden)
         yield "pooler.dense.bias", zeros_1H.new_zeros(hidden)
 

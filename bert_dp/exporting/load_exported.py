@@ -1,8 +1,8 @@
-"""Load and compute an exported directory by the programs it is made for, without our code.
+"""Load and run an exported directory with the libraries it is made for, without our code.
 
-`python -I load_exported.py DIR IN OUT`: IN has the batches ids-0, mask-0 and, where the model has token
-types, types-0, ids-1 ... (safetensors), OUT gets output-0 ...; stdout a JSON line of facts. `bert-dp
-predict` uses `open_directory`.
+`python -I load_exported.py DIR IN OUT`: IN has the batches ids-0, mask-0 and, if the model has token types,
+types-0, ids-1 ... (safetensors); OUT gets output-0 ...; stdout gets a JSON line of facts. `bert-dp predict`
+uses `open_directory`.
 
 Axes: B sequences, S positions.
 """
@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[..., Array]
-"""input_ids, attention_mask and perhaps token_type_ids, each [B, S] int64, to logits or hidden states."""
+"""Map input_ids, attention_mask and perhaps token_type_ids, [B, S] int64, to logits or hidden states."""
 INPUTS, ARRAYS = ("input_ids", "attention_mask", "token_type_ids"), ("ids", "mask", "types")
 
 OUTPUTS = {
@@ -34,7 +34,7 @@ OUTPUTS = {
     "classifier": ("logits",),
     "encoder": ("last_hidden_state",),
 }
-"""Names of what a model of each kind computes, in order; the first is what is compared."""
+"""Output names of each kind of model, in order; the first output is compared."""
 AUTO = {
     "mlm": "AutoModelForMaskedLM",
     "classifier": "AutoModelForSequenceClassification",
@@ -44,47 +44,47 @@ UNUSABLE = 2  # exit code for a directory that cannot be loaded
 
 
 class Unusable(RuntimeError):
-    """A directory that cannot be loaded; the message is one line."""
+    """Raised for a directory that cannot be loaded; the message is one line."""
 
 
 def open_directory(directory: Path, form: str, kind: str) -> Compute:
-    """Return a function that computes the first output of `kind`; an exported masked language model opens as
-    an encoder too. Raises Unusable."""
+    """Return a function that computes the first output of `kind`; an exported masked language model also
+    opens as an encoder. Raises Unusable."""
     try:
         return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
     except Unusable:
         raise
-    except Exception as error:  # each library has its own for a damaged file
+    except Exception as error:  # each library raises other errors for a damaged file
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Unusable(f"DIR: {directory} cannot be loaded ({reason}); export the run again") from None
 
 
 def open_hf(directory: Path, kind: str) -> Compute:
-    """Open by transformers' own classes. Raises Unusable if a parameter is absent or misshapen."""
+    """Open with transformers' own classes. Raises Unusable for an absent or misshapen parameter."""
     model, missing, _ = load_hf(directory, kind)
-    if absent := [name for name in missing if "pooler." not in name]:  # no output of ours needs that one
+    if absent := [name for name in missing if "pooler." not in name]:  # none of our outputs needs the pooler
         raise Unusable(
-            f"DIR: {directory}: model.safetensors has no {', '.join(absent[:3])} as config.json asks for it; "
+            f"DIR: {directory}: model.safetensors has no {', '.join(absent[:3])} as config.json specifies; "
             "export the run again"
         )
     return compute_hf(model, kind)
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """Return the model, the names of parameters that the file lacks or has in another shape, and of those
-    that the model lacks."""
-    for name in ("torchao", "torch.utils._pytree"):  # which transformers imports where it is installed
-        logging.getLogger(name).setLevel(logging.ERROR)  # they tell of each CUDA library that does not load
+    """Return the model, the names of parameters that the file lacks or stores in another shape, and the names
+    of those unknown to the model."""
+    for name in ("torchao", "torch.utils._pytree"):  # imported by transformers if installed
+        logging.getLogger(name).setLevel(logging.ERROR)  # they log each CUDA library that does not load
     import transformers
 
-    transformers.logging.set_verbosity_error()  # we say what was not loaded
+    transformers.logging.set_verbosity_error()  # we report what was not loaded
     transformers.logging.disable_progress_bar()
     auto = getattr(transformers, AUTO[kind])
     model, loaded = auto.from_pretrained(
         directory,
         local_files_only=True,
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # we say which
+        ignore_mismatched_sizes=True,  # we report them
         output_loading_info=True,
     )
     missing = {*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])}
@@ -92,7 +92,7 @@ def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
-    """Return a function that computes by a model of transformers."""
+    """Return a function that computes with a transformers model."""
     import torch
 
     def compute(*arrays: Array) -> Array:
@@ -104,7 +104,7 @@ def compute_hf(model: Any, kind: str) -> Compute:
 
 
 def open_onnx(directory: Path, kind: str) -> Compute:
-    """Open by ONNX Runtime on the CPU, which computes only what the output needs."""
+    """Open with ONNX Runtime on the CPU, computing only what the output needs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -123,7 +123,7 @@ def open_onnx(directory: Path, kind: str) -> Compute:
 
 
 def open_aoti(directory: Path, kind: str) -> Compute:
-    """Open by the runtime of AOTInductor, in torch."""
+    """Open with AOTInductor's runtime, in torch."""
     import torch
 
     package = torch._inductor.aoti_load_package(str(directory / "model.pt2"))
@@ -139,7 +139,7 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 
 
 def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """Load, save and load the directory; return its function and facts of the first loading."""
+    """Load, save and reload the directory; return its function and facts of the first loading."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
@@ -158,10 +158,10 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
 
 
 def main(directory: Path, inputs: Path, out: Path) -> int:
-    """Compute the batches of IN; return the exit code. A directory that cannot be loaded is UNUSABLE."""
+    """Compute the batches in IN; return the exit code, UNUSABLE if the directory cannot be loaded."""
     for name in ("bert_dp", "launcher"):
-        sys.modules[name] = None  # type: ignore[assignment]  # not by any means
-    # torch says that it cannot import what our package has registered there
+        sys.modules[name] = None  # type: ignore[assignment]  # blocks these imports
+    # torch logs that it cannot import the handlers that our package registers
     logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]

@@ -1,7 +1,7 @@
-"""Write the directories of `bert-dp export`: each appears whole or not at all.
+"""Write the directories of `bert-dp export`; each appears only once it is complete.
 
-The model is one function of token ids and a padding mask, for any batch and any length up to the run's: the
-weights of a class of transformers, or a graph that needs no code of ours, ONNX or a package of AOTInductor.
+The model is a function of token ids and a padding mask, for any batch size and any length up to the run's:
+weights for a class of transformers, or a graph without our code, as ONNX or an AOTInductor package.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ MAX_BATCH = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class ExportSource(LoadedCheckpoint):
-    """Hold a checkpoint to export, its model in fp32."""
+    """Checkpoint to export, with its model in fp32."""
 
     kind: Kind
-    """Of the model that is exported."""
+    """Kind of the exported model."""
     tokenizer_file: Path
     special: dict[str, int]
-    """Ids by role."""
+    """Token ids by role."""
 
     @property
     def run_name(self) -> str:
-        """Name of the run's directory; of the checkpoint's where it stands alone."""
+        """Name of the run's directory, or of the checkpoint's if it is outside a run."""
         folder = self.path.parent
         return folder.parent.name if folder.name == "checkpoints" else self.path.name
 
@@ -71,20 +71,18 @@ class ExportSource(LoadedCheckpoint):
         return (*INPUTS, TYPES) if self.config.model.takes_types else INPUTS
 
     def module(self) -> ExportModule:
-        """Build the module that is traced, compiled and compared."""
+        """Build the module to trace, compile and compare."""
         return ExportModule(self.model, self.kind).eval()
 
     def example(self) -> tuple[Tensor, ...]:
-        """Return inputs to trace with: no size is 1, which would be fixed."""
+        """Return inputs for tracing; no size is 1, as tracing would make that constant."""
         ids_BS = torch.full((2, min(7, self.config.data.sequence_length - 1)), self.special["mask"])
         return (ids_BS, torch.ones_like(ids_BS), torch.zeros_like(ids_BS))[: len(self.inputs)]
 
 
 def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
-    """Load the newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
-
-    Raises ConfigError.
-    """
+    """Load the newest valid checkpoint of a run, or one checkpoint. `encoder`: without its head. Raises
+    ConfigError."""
     loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
     if encoder and not hasattr(loaded.model, "model"):
@@ -97,7 +95,7 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 
 
 class ExportModule(nn.Module):
-    """Compute OUTPUTS of the inputs, each [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
+    """Compute the OUTPUTS of a kind from inputs [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
     hidden states [B, S, H]."""
 
     def __init__(self, model: RunModel, kind: Kind):
@@ -124,22 +122,22 @@ def export(
 ) -> Exported:
     """Write a run to the new directory `out`. `command`: for the model card.
 
-    Raises ConfigError if `out` holds something, the format does not hold the model, or a package is missing.
+    Raises ConfigError if `out` is not empty, the format cannot represent the model, or a package is missing.
     """
     if form == "aoti" and source.config.model.lstm_size:
-        message = "torch.export would fix the input length of a BiLSTM"
+        message = "torch.export would make the input length of a BiLSTM constant"
         raise ConfigError(
             [Issue("model.lstm_size", "unsupported", message, hint="use `bert-dp export onnx`")]
         )
-    # first: a signal during such an import may end this process before it can clean up
+    # before writing: a signal during such an import may kill this process before it can clean up
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         require(package, "export", "export onnx")
     if form == "aoti" and shutil.which("g++") is None:
-        message = "compiles with g++, which is not installed"
+        message = "needs g++ for compiling, but it is not installed"
         raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
     with locked(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            message, hint = f"{out} is not an empty directory", "name a new one"
+            message, hint = f"{out} is not an empty directory", "choose a new one"
             raise ConfigError([Issue("--out", "exists", message, str(out), hint=hint)])
         with replaced(out) as folder:
             if form == "hf":
@@ -152,7 +150,7 @@ def export(
 
 
 def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
-    """Return export.json of a directory that is made of `source`, without the hashes of its files."""
+    """Return export.json for a directory made from `source`, without its files' hashes."""
     return Exported(
         format=form,
         kind=source.kind,
@@ -174,7 +172,7 @@ def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecisio
 def write_about(
     folder: Path, source: ExportSource, form: ExportFormat, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write the files that every format has beside its model: tokenizer, export.json, README.md."""
+    """Write the files that accompany every format's model: tokenizer, export.json, README.md."""
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
@@ -183,7 +181,7 @@ def write_about(
     hashes = {name: sha256(folder / name) for name in loaded_files(form)}
     exported = describe(source, form, precision).model_copy(update={"files": hashes})
     roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
-    settings = {  # as PreTrainedTokenizerFast reads them
+    settings = {  # as read by PreTrainedTokenizerFast
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": exported.sequence_length,
         "model_input_names": list(exported.inputs),
@@ -197,19 +195,19 @@ def write_about(
 
 
 def write_hf(source: ExportSource, folder: Path) -> None:
-    """Write what transformers' Auto classes load without code of ours. Raises ConfigError if none holds the
-    model."""
+    """Write the files that transformers' Auto classes load without our code. Raises ConfigError if none
+    fits."""
     layout = (source.config, source.special, source.kind)
     files.write_json(folder / "config.json", settings_of(*layout))
     save_file(tensors_of(source.model, *layout), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
-    """Return the graph; its outputs are fp32 also if it computes in bf16."""
+    """Return the graph; its outputs are fp32 even if it computes in bf16."""
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=source.config.data.sequence_length)}
     model: nn.Module = source.module()
     if bf16:
-        model = copy.deepcopy(model).to(torch.bfloat16)  # the source keeps its own
+        model = copy.deepcopy(model).to(torch.bfloat16)  # leaves the source's model unchanged
     with torch.no_grad():
         shapes = dict.fromkeys(source.inputs, sizes)
         return torch.export.export(model, source.example(), dynamic_shapes=shapes)
@@ -217,8 +215,7 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress warnings of the exporters: of packages and CUDA libraries that are not there, of deprecations,
-    of other formats."""
+    """Suppress the exporters' warnings: absent packages and CUDA libraries, deprecations, other formats."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -231,18 +228,18 @@ def silenced() -> Iterator[None]:
 
 @silenced()
 def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
-    """Write FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it
-    runs (ONNX Runtime's dynamic quantisation)."""
+    """Write FOLDER/model.onnx. `int8`: 8-bit weights, with activation scales chosen at run time (ONNX
+    Runtime's dynamic quantisation)."""
     path = folder / "model.onnx"
     names: dict[str, Any] = {"input_names": [*source.inputs], "output_names": [*OUTPUTS[source.kind]]}
-    if source.config.model.lstm_size:  # the exporter by torch.export would fix the length
+    if source.config.model.lstm_size:  # the exporter based on torch.export would make the length constant
         sizes = {name: {0: "batch", 1: "length"} for name in source.inputs}
         torch.onnx.export(source.module(), source.example(), path, dynamo=False, dynamic_axes=sizes, **names)
     else:
         program = torch.onnx.export(trace(source), dynamo=True, verbose=False, **names)
         assert program is not None
         for node in itertools.chain(program.model.graph, *program.model.functions.values()):
-            node.metadata_props.clear()  # stack traces with the paths of this machine
+            node.metadata_props.clear()  # stack traces with this machine's paths
         program.save(path, external_data=False)
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -258,10 +255,10 @@ def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> Non
     program = trace(source, bf16=bf16)
     settings = {
         "cpp.dynamic_threads": True,
-        # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
+        # constant weights, laid out for oneDNN; else fp32 products use MKL, which is faster on Intel CPUs
         "freezing": bf16 or cpu_field("vendor_id") == "AuthenticAMD",
     }
-    with torch.no_grad():  # else nothing is frozen
+    with torch.no_grad():  # otherwise nothing is frozen
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(folder / "model.pt2"), inductor_configs=settings
         )
@@ -280,23 +277,20 @@ USAGE = {
     '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
     "    model({names})  # int64 [batch, length]\n",
 }
-NEEDS = {
-    "EuroBERT": "Its class exists from transformers 5 on.\n",
-    "aoti": "It runs on CPUs of the same kind.\n",
-}
+NEEDS = {"EuroBERT": "It needs transformers 5 or newer.\n", "aoti": "It runs on CPUs of the same kind.\n"}
 PRETRAINED = (
     "It was pretrained on running text whose documents end with the separator, without a classification "
-    "token at the front: `tokenizer(text, add_special_tokens=False)` is what it has seen.\n"
+    "token at the front: encode with `tokenizer(text, add_special_tokens=False)`.\n"
 )
 
 
 def card(exported: Exported, source: ExportSource, command: str) -> str:
-    """Return the card as Markdown. `command`: of `bert-dp export`."""
+    """Return the model card as Markdown. `command`: that of `bert-dp export`."""
     parts = [
         f"---\nlibrary_name: {LIBRARIES[exported.format]}\npipeline_tag: {TAGS[exported.kind]}\n"
         "tags: [bert, bert-dp]\n---\n",
         f"# {source.run_name}\n",
-        f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
+        f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, exported by bert-dp "
         f"{__version__}: `{command}`.\n",
         USAGE[exported.format].format(
             auto=AUTO[exported.kind],
@@ -313,7 +307,7 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield facts of the training, and of the evaluation at this step, from the run's directory."""
+    """Yield facts about the training, and about the evaluation at this step, from the run's directory."""
     run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):

@@ -1,1 +1,1 @@
-"""Programs that measure one rank, or what ranks share; each prints JSON lines for the launcher."""
+"""Measure one rank, or communication between ranks; each program prints JSON lines for the launcher."""

@@ -1,8 +1,8 @@
 """Measure the bandwidth of all-reduces.
 
-`python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` measures them over N local ranks, each on a GPU
-of its own where there are as many, SECONDS (2) for each size, and prints one JSON line for each. With `pair
-RANK HOST PORT INTERFACE [SOCKET]` it is a rank of two on two nodes; rank 0 has the bound socket of the store.
+`python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` runs N local ranks, each on a separate GPU if
+there are enough, for SECONDS (2) per size, and prints one JSON line per size. With `pair RANK HOST PORT
+INTERFACE [SOCKET]` it is one of two ranks on two nodes; SOCKET is the store's bound socket on rank 0.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _measure(
     seconds: float,
     interface: str = "lo",
 ) -> None:
-    """Measure about `seconds` of all-reduces of each size in bytes on one rank; rank 0 prints the results.
-    `store`: on one node the path of a file."""
+    """Run all-reduces of each size in bytes for about `seconds`, as one rank; rank 0 prints the results.
+    `store`: a file's path on one node, else a store."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def _measure(
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Time about `seconds` of all-reduces; busbw as nccl-tests define it, GB = 1e9 bytes."""
+    """Time all-reduces for about `seconds`; busbw as defined by nccl-tests, GB = 1e9 bytes."""
     data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:
@@ -68,7 +68,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
     start = time.perf_counter()
     for _ in range(WARM_UP):
         once()
-    one_s = (time.perf_counter() - start) / WARM_UP  # with its barrier
+    one_s = (time.perf_counter() - start) / WARM_UP  # including its barrier
     count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
     dist.broadcast(count, 0)
     times = sorted(once() for _ in range(int(count)))
@@ -79,7 +79,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
 
 
 def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
-    """Start `size` ranks; by default one on each GPU when there are several, else two on the CPU."""
+    """Start `size` ranks; by default one per GPU if there are several, else two on the CPU."""
     follow_launcher()
     gpus = torch.cuda.device_count()
     size = size or (gpus if gpus > 1 else 2)
@@ -94,7 +94,7 @@ def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
 
 
 def pair(rank: int, host: str, port: int, interface: str, bound: int | None = None) -> None:
-    """Measure on one of two nodes. `bound`: the socket of the store, on rank 0."""
+    """Measure as one of two nodes. `bound`: the store's socket, on rank 0."""
     is_master = bound is not None
     store = dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=bound)
     backend, num_bytes = ("nccl", 64 * 2**20) if torch.cuda.is_available() else ("gloo", 4 * 2**20)

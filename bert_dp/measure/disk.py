@@ -1,4 +1,4 @@
-"""Check that a file system keeps a checkpoint, and measure how fast.
+"""Check that a file system stores a checkpoint correctly, and measure its speed.
 
 `python -m bert_dp.measure.disk DIR`: write, verify by hash, load, compare, remove; print one JSON line.
 """
@@ -19,7 +19,7 @@ from bert_dp.training.process import follow_launcher
 
 
 def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
-    """Raise OSError or RuntimeError when the file system does not keep the checkpoint."""
+    """Run the check. Raises OSError or RuntimeError if the file system does not preserve the checkpoint."""
     follow_launcher()
     parts = [torch.randint(0, 2**31, (num_bytes // 8,), dtype=torch.int64) for _ in range(2)]
     state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}
@@ -31,7 +31,7 @@ def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
         seconds = time.perf_counter() - start
         same = (torch.equal(loaded[part]["w"], state[part]["w"]) for part in ("model", "optimizer"))
         if problem or not all(same):
-            raise RuntimeError(problem or f"{path}: what was read differs from what was written")
+            raise RuntimeError(problem or f"{path}: the data read differ from the data written")
     size = 2 * num_bytes
     result = {"bytes": size, "seconds": seconds, "mb_per_s": size / seconds / 1e6}
     sys.stdout.write(json.dumps(result) + "\n")

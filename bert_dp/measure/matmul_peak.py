@@ -1,7 +1,7 @@
-"""Measure the matmul rate of one device: the denominator of MAMFU.
+"""Measure the matmul rate of one device, the denominator of MAMFU.
 
 `python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes,
-as MAMF-finder (stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
+like MAMF-finder (stas00/ml-engineering); on a CPU, with one thread per core of this process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from bert_dp.training.devices import allow_tf32, choose_precision, keep_freed_me
 from bert_dp.training.process import follow_launcher
 
 WARM_UP = 3
-SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to what keeps a large device busy
+SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to sizes that keep a large device busy
     "cpu": ((1024, 768, 768), (1024, 3072, 768), (2048, 2048, 2048)),
     "cuda": ((16384, 768, 768), (16384, 3072, 768), (8192, 8192, 8192), (16384, 8192, 4096)),
 }
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """Return the FLOP/s of the fastest shape; about `seconds` in all."""
+    """Return the FLOP/s of the fastest shape, measured for about `seconds` in total."""
     shapes = SHAPES[device.type]
     return max(matmul_rate(shape, device, dtype, seconds / len(shapes)) for shape in shapes)
 
@@ -34,7 +34,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> fl
 def matmul_rate(
     shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, seconds: float
 ) -> float:
-    """Return the FLOP/s of [m, k] x [k, n]: the median over about `seconds`."""
+    """Return the median FLOP/s of [m, k] x [k, n] over about `seconds`."""
     m, n, k = shape
     x, w = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
 
@@ -51,13 +51,13 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use as many threads as this process has cores, and keep freed memory as a CPU rank does."""
+    """Use one thread per core of this process, and keep freed memory as a CPU rank does."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 
 
 def main(precision: str, seconds: float = 2.0) -> None:
-    """Print the peak in `precision`, as the configuration has it; about `seconds` in all."""
+    """Print the peak in `precision`, named as in a configuration, after about `seconds` in total."""
     follow_launcher()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

@@ -1,7 +1,7 @@
-"""Measure when each gradient of one rank's step is ready, for the prediction of many ranks (`plan scaling`).
+"""Measure when each gradient of one rank's step is ready, to predict runs on many ranks (`plan scaling`).
 
-`python -m bert_dp.measure.profile_step CONFIG.yaml` prints one JSON line. One process, engine `single`, the
-configuration's micro batch of random tokens.
+`python -m bert_dp.measure.profile_step CONFIG.yaml` prints one JSON line. One process with engine `single`
+trains on the configured micro batch of random tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM_UP, REPEATS = 2, 7
 
 @contextlib.contextmanager
 def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
-    """Build a trainer of one rank without a process group. `work`: a scratch directory."""
+    """Build a one-rank trainer without a process group. `work`: a scratch directory."""
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
@@ -55,8 +55,8 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS micro batches. The trainer's weights are of
-    no use afterwards."""
+    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the trainer's
+    weights."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
     hooks = [

@@ -1,9 +1,9 @@
 """Define the crammed BERT, without ranks, files or optimizers.
 
-Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary,
-P predicted positions of the whole micro batch. Parameter names and shapes are ModernBERT's
-(transformers), so a rope variant exports without code of ours.
-Source of the architecture: arXiv 2212.14034 and github JonasGeiping/cramming, `arch=crammed-bert`.
+Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary, P predicted
+positions of the whole micro batch. Parameter names and shapes are those of ModernBERT (transformers), so a
+rope variant can be exported without our code. Source of the architecture: arXiv 2212.14034 and github
+JonasGeiping/cramming, `arch=crammed-bert`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if HAS_TRITON:
     from bert_dp.model import gpu_kernels
 
 INIT_STD = 0.02
-IGNORE = -100  # label of a position that counts for nothing
+IGNORE = -100  # label of a position to ignore
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -58,7 +58,7 @@ def rotary_table(length: int, head_size: int, theta: float) -> Tensor:
 
 
 def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
-    """Turn queries or keys by the first rows of a rotary table, in their dtype."""
+    """Apply rotary position embeddings to queries or keys, in their dtype."""
     length = x_BASD.shape[-2]
     cos_SD, sin_SD = (table_SD[:length].to(x_BASD.dtype) for table_SD in rotary_2SD)
     first, second = x_BASD.chunk(2, dim=-1)
@@ -66,9 +66,9 @@ def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
 
 
 class TiedLookup(torch.autograd.Function):
-    """Return (weight[ids], weight): the second for the decoder, which is tied to the embedding.
+    """Return (weight[ids], weight), the second for the decoder, which is tied to the embedding.
 
-    So the matrix gets one gradient, not two: the looked-up rows' share is added into the decoder's in place.
+    The matrix gets one gradient, not two: that of the looked-up rows is added to the decoder's in place.
     """
 
     @staticmethod
@@ -83,8 +83,7 @@ class TiedLookup(torch.autograd.Function):
 
 
 class TiedEmbedding:
-    """Compute the tied embedding and decoder, and the loss over the vocabulary; tensor parallelism has its
-    own."""
+    """Compute the tied embedding, decoder and loss over the vocabulary; tensor parallelism replaces it."""
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return x [B, S, H] and the weight for the decoder."""
@@ -94,11 +93,11 @@ class TiedEmbedding:
         return linear(x_PH, weight_VH)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return the sum of the cross entropies; a label of IGNORE contributes nothing."""
+        """Return the sum of cross entropies, ignoring labels equal to IGNORE."""
         return F.cross_entropy(widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return [2, P]: the cross entropy of each position, and 1 where the label has the greatest logit.
+        """Return [2, P]: each position's cross entropy, and 1 if its label has the greatest logit.
 
         Both are 0 for a label of IGNORE.
         """
@@ -110,7 +109,7 @@ class TiedEmbedding:
 
 
 class Embeddings(nn.Module):
-    """Add positions and token types to the token embedding, then normalise: [B, S] -> [B, S, H]."""
+    """Add positions and token types to the token embedding, then normalise: [B, S, H] -> [B, S, H]."""
 
     sinusoids_SH: Tensor
 
@@ -135,8 +134,8 @@ class Embeddings(nn.Module):
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
-        """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens. `types_BS`: None = all are
-        of type 0."""
+        """Return the residual stream in its dtype. `x_BSH`: looked-up tokens. `types_BS`: None = all have
+        type 0."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
@@ -148,20 +147,20 @@ class Embeddings(nn.Module):
         out: Tensor = self.drop(self.norm(x_BSH), seed_B)
         kind = out.device.type
         in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        # each block adds a bf16 output under autocast, so the stream keeps the dtype that it begins with
+        # each block adds a bf16 output under autocast, so the stream keeps its initial dtype
         return out.bfloat16() if self.narrow_residual and in_bf16 else out
 
 
 def is_slow_in_kernel(q_BASD: Tensor) -> bool:
-    """Return True in bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as plain matrix
+    """Return True for bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as plain matrix
     products (benchmarks/RESULTS.md)."""
     return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Attend bidirectionally: [B, S, H] -> [B, S, H]. `seen`: False where a query may not look, [B, 1, 1, S]
-    for padding, [1 or B, 1, S, S] for local attention; None = each query looks everywhere, without a mask's
-    cost. `seed_B`: see bert_dp.model.kernels."""
+    """Attend bidirectionally: [B, S, H] -> [B, S, H]. `seen`: False for masked keys, [B, 1, 1, S] for
+    padding, [1 or B, 1, S, S] for local attention; None = full attention, without the cost of a mask.
+    `seed_B`: see bert_dp.model.kernels."""
 
     tensor_rank = 0
     """Index of this rank's shard of the heads."""
@@ -174,7 +173,7 @@ class Attention(nn.Module):
         self.Wo = Linear(hidden, hidden, bias=config.bias)
         self.drop_probabilities = KeyedDropout(config.attention_dropout, site=0)
         self.drop = KeyedDropout(config.dropout, site=1)
-        # no key bias: without rotary positions it shifts all scores of a query alike, which softmax ignores
+        # no key bias: without rotary positions it shifts all scores of a query equally, which softmax ignores
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 
@@ -192,7 +191,7 @@ class Attention(nn.Module):
             return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
         q, k, v = (
             part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
-        )  # each [B, A, S, D], A the heads that this rank's weights make
+        )  # each [B, A, S, D], A the heads of this rank's weights
         if rotary_2SD is not None:
             q, k = rotate(q, rotary_2SD), rotate(k, rotary_2SD)
         if drops or is_slow_in_kernel(q):
@@ -204,8 +203,8 @@ class Attention(nn.Module):
     def _attend_in_full(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
-        """Attend with scores written out. With dropout, since what torch's own kernels drop changes with the
-        padded length."""
+        """Compute attention with explicit scores. Needed for dropout, as the elements dropped by torch's
+        kernels change with the padded length."""
         heads = q.shape[1]
         score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
         if seen is not None:
@@ -234,7 +233,7 @@ class MLP(nn.Module):
         if self.gated and takes_gpu_kernel(x):
             x = gpu_kernels.gated_gelu(x)
         elif self.gated:
-            x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half; the same up to a renaming
+            x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half, which is equivalent
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
@@ -242,7 +241,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Apply attention and MLP, each after its norm (pre-norm), or with its norm after the sum (post-norm)."""
+    """Apply attention and MLP, each after its norm (pre-norm) or with its norm after the sum (post-norm)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -268,7 +267,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Apply embeddings, blocks, final norm (of pre-norm blocks): [B, S] -> [B, S, H]."""
+    """Apply embeddings, blocks and, after pre-norm blocks, the final norm: [B, S] -> [B, S, H]."""
 
     rotary_2SD: Tensor | None
     local_rotary_2SD: Tensor | None
@@ -301,21 +300,21 @@ class Encoder(nn.Module):
         seed_B: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
-        are tokens. `seed_B`: int32 keys of the examples, for dropout in training. `types_BS`: types of the
-        tokens; None = 0."""
+        """Return the hidden states. `x_BSH`: looked-up tokens. `real_BS`: False for padding; None = no
+        padding. `seed_B`: int32 keys of the examples, for dropout in training. `types_BS`: token types; None
+        = all 0."""
         return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B, types_BS))
 
     def residual_stream(
         self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None, types_BS: Tensor | None = None
     ) -> Tensor:
-        """Encode as `encode` does, without the final norm."""
+        """Compute the hidden states like `encode`, without the final norm."""
         if not self.has_dropout:
             seed_B = None
         x_BSH = self.embeddings(x_BSH, seed_B, types_BS)
         everywhere = None if real_BS is None else real_BS[:, None, None, :]
         nearby = self._nearby(x_BSH, everywhere) if any(self.is_local) else None
-        # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
+        # a separate key per layer, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if seed_B is not None:
             site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
@@ -326,21 +325,21 @@ class Encoder(nn.Module):
         return x_BSH
 
     def _nearby(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
-        """Return the mask of local layers, [1 or B, 1, S, S]: keys at most `reach` positions away."""
+        """Return the mask for local layers, [1 or B, 1, S, S]: keys at most `reach` positions away."""
         position_S = torch.arange(x_BSH.shape[1], device=x_BSH.device)
         distance_SS = (position_S[:, None] - position_S).abs()
         near_SS = distance_SS <= self.reach
         if real_B11S is None:
             return near_SS[None, None]
-        # padding far from every token sees itself: a softmax over nothing is NaN, in later layers everywhere
+        # padding far from every token attends to itself: a softmax over no keys is NaN and would spread
         return near_SS & (real_B11S | (distance_SS == 0))
 
 
 class PredictionHead(nn.Module):
-    """Apply dense + GELU + norm where the configuration has them, then the tied decoder and its loss.
+    """Apply dense, GELU and norm if configured, then the tied decoder and its loss.
 
-    `final_norm`: the encoder's, where `x_PH` has not been through it yet. The head applies it, so that one
-    compiled graph does, to the predicted positions alone.
+    `final_norm`: the encoder's norm, if `x_PH` is not normalised yet. The head applies it to the predicted
+    positions only, within one compiled graph.
     """
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
@@ -366,7 +365,7 @@ class PredictionHead(nn.Module):
 
 
 class EncoderModel(Model):
-    """Join an encoder and a head, `head`, as engines see them."""
+    """Combine an encoder with `head`, and implement the interface for engines."""
 
     head: nn.Module
 
@@ -380,18 +379,19 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the parts. One graph serves all blocks, and DDP still sees the gradients block by block, so
-        it can overlap their reduction."""
+        """Return the parts. All blocks share one graph, and DDP still receives gradients block by block, so
+        that it can overlap their reduction."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:
-        """Return True for the weights of the blocks' linear layers."""
+        """Return whether a parameter is the weight of a linear layer in a block."""
         return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
-        """Return the division of parameters by tensor parallelism: name -> (dimension, fused matrices in it).
+        """Return how tensor parallelism splits parameters; see `Model.tensor_plan`.
 
-        Attention by heads, the MLP by intermediate columns, the vocabulary by rows; the rest stays whole.
+        Attention is split by heads, the MLP by intermediate columns, the vocabulary by rows; the rest is
+        whole.
         """
         fused = 2 if self.gated else 1
         splits = {
@@ -410,7 +410,7 @@ class EncoderModel(Model):
 
 
 class CrammedBert(EncoderModel):
-    """Predict masked tokens by a tied decoder that sees only the predicted positions."""
+    """Predict masked tokens with a tied decoder applied only to the predicted positions."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__(config, sequence_length)
@@ -424,10 +424,10 @@ class CrammedBert(EncoderModel):
         real_BS: Tensor | None = None,
         seed_B: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross
+        """Return the logits [P, V] of flat positions b * S + s or, with labels, the SUM of their cross
         entropies.
 
-        A label of IGNORE contributes nothing. `real_BS`, `seed_B`: see Encoder.encode.
+        Labels equal to IGNORE are ignored. `real_BS`, `seed_B`: see Encoder.encode.
         """
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_PH = self.model.residual_stream(x_BSH, real_BS, seed_B).flatten(0, 1)[positions_P]
@@ -435,7 +435,7 @@ class CrammedBert(EncoderModel):
 
 
 def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
-    """Build a whole model on the CPU; see `initialize`. Every rank builds the same one."""
+    """Build a whole model on the CPU, the same on every rank; see `initialize`."""
     return initialize(CrammedBert(config, sequence_length), seed)
 
 
@@ -443,7 +443,7 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def initialize(model: AnyModel, seed: int) -> AnyModel:
-    """Draw N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0: a pure function of shapes and
+    """Set linears and embeddings to N(0, 0.02), norms to 1 / 0, biases to 0, depending only on shapes and
     seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

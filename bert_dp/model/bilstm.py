@@ -1,6 +1,6 @@
 """Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136).
 
-Axes: B examples, S positions, E embedding (model.hidden_size), H units of a direction, L labels.
+Axes: B examples, S positions, E embedding (model.hidden_size), H units per direction, L labels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EMBEDDING_BOUND = 0.25  # of random vectors, about the spread of word2vec's (arX
 class BiLstm(Model):
     """Compute logits of whole examples: embedding, one bidirectional LSTM, a ReLU layer, a linear layer.
 
-    The directions are two LSTMs on padded batches, the second on reversed examples. Packed sequences compute
-    the same, and fail in torch.export and in the exporters to ONNX.
+    The directions are two LSTMs on padded batches, the second on reversed examples. Packed sequences would
+    give the same result, but fail in torch.export and in the ONNX exporters.
     """
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
@@ -35,7 +35,7 @@ class BiLstm(Model):
         self.drop = KeyedDropout(config.dropout, HEAD_SITE)
 
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
-        """Return [B, L], or [B, 1] of a regression. `real_BS`: False for padding; None = there is none.
+        """Return [B, L], or [B, 1] for a regression. `real_BS`: False for padding; None = no padding.
         `seed_B`: int32 keys of the examples, for dropout in training."""
         if real_BS is None:
             real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
@@ -45,8 +45,8 @@ class BiLstm(Model):
         return self.classifier(hidden_B1W)[:, 0]
 
     def _encode_pair(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return [B, 8H]: the states of both texts, their product and their distance."""
-        # each text of <cls> A <sep> B <sep> ends with the token that is the example's last one
+        """Return [B, 8H]: the states of both texts, their product and their absolute difference."""
+        # in <cls> A <sep> B <sep>, both texts end with the example's last token
         separator_B1 = ids_BS.gather(1, length_B[:, None] - 1)
         first_B = (ids_BS == separator_B1).long().argmax(1) + 1
         place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
@@ -57,7 +57,7 @@ class BiLstm(Model):
         return torch.cat([one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()], dim=-1)
 
     def _encode(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return [B, 2H], the last state of each direction, of the first `length_B` tokens."""
+        """Return [B, 2H], the last state of each direction over the first `length_B` tokens."""
         x_BSE = self.drop_embedding(self.embedding(ids_BS), seed_B)
         place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
         reverse_BS = (length_B[:, None] - 1 - place_S).clamp(min=0)
@@ -71,8 +71,8 @@ class BiLstm(Model):
 
 
 def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
-    """Build a whole model on the CPU with uniform weights in torch's default ranges, a pure function of the
-    arguments."""
+    """Build a whole model on the CPU with uniform weights in torch's default ranges, as a pure function of
+    the arguments."""
     model = BiLstm(config, finetune)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Define the encoder with a head for whole examples: labels of a classification, or a score.
+"""Define the encoder with a head for whole examples: class labels, or a score.
 
-Axes as in bert_dp.model.bert; W the width of a head, L labels.
+Axes as in bert_dp.model.bert; W width of a head, L labels.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from bert_dp.config import FinetuneConfig, ModelConfig, finetuned_head
 from bert_dp.model.bert import EncoderModel, make_norm
 from bert_dp.model.kernels import KeyedDropout
 
-HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
+HEAD_SITE = 1_000_000  # of the head's dropout: above every layer's site
 
 
 HEADS = {
     # crammed (JonasGeiping/cramming): Linear 1024, tanh, dropout, Linear
     "recipe": {"bias", "tanh", "drops output"},
-    # as transformers' ...ForSequenceClassification compute them
+    # as computed by transformers' ...ForSequenceClassification
     "ModernBERT": {"norm", "drops output"},
     "RobertaPreLayerNorm": {"bias", "tanh", "drops input", "drops output"},
     "EuroBERT": {"bias"},
     "BERT": {"bias", "tanh", "drops output"},
     "RoBERTa": {"bias", "tanh", "drops input", "drops output"},
 }
-"""Head -> its parts between the pooled hidden state and the last linear layer: a bias of the dense layer,
+"""Parts of each head between the pooled hidden state and the last linear layer: a bias of the dense layer,
 tanh (else GELU), a norm after that, dropout before the dense layer, dropout before the last layer."""
 
 
 class ClassificationHead(nn.Module):
-    """Map [B, H] -> [B, L]: dense, activation, norm where the head has one, dropout, linear."""
+    """Map [B, H] -> [B, L]: dense, activation, norm if the head has one, dropout, linear."""
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
@@ -52,7 +52,7 @@ class ClassificationHead(nn.Module):
 
 
 def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
-    """Return [B, H]: of the first token (cls), or the mean over real tokens."""
+    """Return [B, H]: the first token's state (cls), or the mean over real tokens."""
     if pooling == "cls":
         return x_BSH[:, 0]
     if real_BS is None:
@@ -62,7 +62,7 @@ def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
 
 
 def pair_types(ids_BS: Tensor, sep: int) -> Tensor:
-    """Return the token types [B, S] of framed examples: 0 up to the first separator, 1 behind it."""
+    """Return the token types [B, S] of framed examples: 0 up to and including the first separator, then 1."""
     is_sep_BS = ids_BS == sep
     return (is_sep_BS.cumsum(1) - is_sep_BS.long()).clamp(max=1)
 
@@ -82,7 +82,7 @@ class Classifier(EncoderModel):
         seed_B: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return [B, L], or [B, 1] of a regression; see Encoder.encode."""
+        """Return [B, L], or [B, 1] for a regression; see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_BSH = self.model.encode(x_BSH, real_BS, seed_B, types_BS)
         return self.head(pool(x_BSH, real_BS, self.pooling), seed_B)

@@ -1,7 +1,7 @@
-"""Compute attention of short sequences and the gated GELU on NVIDIA GPUs in 16 bits, by Triton.
+"""Implement attention over short sequences and the gated GELU in Triton, for NVIDIA GPUs in 16 bits.
 
-docs/gpu.md compares their times with those of cuDNN and inductor. Both operators are deterministic, and
-neither needs a workspace.
+docs/gpu.md compares their times with those of cuDNN and inductor. Both operators are deterministic and need
+no workspace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def fits(length: int, head_size: int) -> bool:
-    """Return True for what `packed_attention` takes: one program holds all scores of a head."""
+    """Return whether `packed_attention` supports these sizes: one program processes all scores of a head."""
     return length <= 128 and head_size in (16, 32, 64)
 
 
@@ -51,7 +51,7 @@ def attend(qkv, out, length, scale, HEADS: tl.constexpr, D: tl.constexpr, BLOCK:
 def attend_backward(
     qkv, grad_out, grad_qkv, length, scale, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the gradients of q, k and v of one head of one sequence; recompute its probabilities."""
+    """Compute the gradients of q, k and v for one head of one sequence, recomputing its probabilities."""
     batch, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     H: tl.constexpr = HEADS * D
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, D)[None, :]
@@ -73,7 +73,7 @@ def attend_backward(
 
 @triton.jit
 def gate(x_gate, out, rows, columns, BLOCK: tl.constexpr):
-    """Write gelu(x) * gate. A row of `x_gate` holds x, then its gate."""
+    """Write gelu(x) * gate. A row of `x_gate` has x, then its gate."""
     row = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -93,7 +93,7 @@ def gate_backward(x_gate, grad_out, grad_x_gate, rows, columns, BLOCK: tl.conste
     x = tl.load(x_gate + packed, mask=inside).to(tl.float32)
     g = tl.load(x_gate + packed + columns, mask=inside).to(tl.float32)
     up = tl.load(grad_out + row * columns + column, mask=inside).to(tl.float32)
-    below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # the normal distribution's share below x
+    below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # the normal CDF at x
     slope = below + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     kind = grad_x_gate.dtype.element_ty
     tl.store(grad_x_gate + packed, (up * g * slope).to(kind), mask=inside)
@@ -104,8 +104,8 @@ def gate_backward(x_gate, grad_out, grad_x_gate, rows, columns, BLOCK: tl.conste
 def packed_attention(qkv_BS3H: Tensor, heads: int) -> Tensor:
     """Attend over whole sequences of at most 128 tokens, bidirectionally: [B, S, 3 H] -> [B, S, H].
 
-    A program holds one head of one sequence, so the backward pass keeps neither the output nor the sums of
-    the rows, adds nothing atomically, and writes the packed gradient.
+    One program processes one head of one sequence, so backward needs neither the output nor the row sums,
+    uses no atomics, and writes the packed gradient.
     """
     batch, length, width = qkv_BS3H.shape
     out = qkv_BS3H.new_empty(batch, length, width // 3)
@@ -129,7 +129,7 @@ def packed_attention_backward(qkv_BS3H: Tensor, grad_BSH: Tensor, heads: int) ->
 
 @triton_op("bert_dp::gated_gelu", mutates_args=())
 def gated_gelu(x_gate: Tensor) -> Tensor:
-    """Return gelu(x) * gate, where `x_gate` [..., 2 I] is x and its gate, side by side: [..., I]."""
+    """Return gelu(x) * gate, [..., I], where `x_gate` [..., 2 I] is x followed by its gate."""
     columns = x_gate.shape[-1] // 2
     out = x_gate.new_empty(*x_gate.shape[:-1], columns)
     rows = out.numel() // columns

@@ -1,7 +1,7 @@
-"""Map tensor names of transformers to ours, and load the weights that a run begins with.
+"""Map tensor names of transformers to ours, and load the weights that a run starts from.
 
-ModernBERT has our names. BERT, RoBERTa and RobertaPreLayerNorm share theirs but for the front, the head and
-where the norms stand. Axes as in bert_dp.model.bert.
+ModernBERT has our names. BERT, RoBERTa and RobertaPreLayerNorm share names, except for the prefix, the head
+and the positions of the norms. Axes as in bert_dp.model.bert.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ NORMS = {
     "post": (("attention.output.LayerNorm", "attn_norm"), ("output.LayerNorm", "mlp_norm")),
 }
 DROPPED = ("pooler.", "classifier.", "cls.seq_relationship.", "qa_outputs.")
-"""Prefixes of the names of heads that are not loaded."""
+"""Name prefixes of heads that are not loaded."""
 NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias")
-"""Suffixes of the names of buffers, and of a tied decoder, which is the embedding and its bias."""
+"""Name suffixes of buffers and of a tied decoder, which is the embedding with a separate bias."""
 
 
 def bert_names(model: ModelConfig, family: str, front: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
-    """Yield their name and ours of each table, norm and linear layer of BERT, RoBERTa or RobertaPreLayerNorm,
-    without the names of its tensors and without query, key and value. `front`: prefix of
-    their names of the encoder; `has_head`: with the head that predicts tokens, except its decoder."""
+    """Yield (their name, our name) of each table, norm and linear layer of BERT, RoBERTa or
+    RobertaPreLayerNorm, without ".weight" and ".bias", and without query, key and value. `front`: prefix of
+    their names for the encoder; `has_head`: include the token-prediction head, except the decoder."""
     for theirs, ours in IN_EMBEDDINGS.items():
         yield f"{front}embeddings.{theirs}", f"model.embeddings.{ours}"
     for i in range(model.num_layers):
@@ -62,8 +62,8 @@ def bert_names(model: ModelConfig, family: str, front: str, *, has_head: bool) -
 def load_hf(
     directory: Path, config: Config, tokenizer: str | None
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the parameters in DIR/model.safetensors by our names, and the names of those that are left out.
-    `tokenizer`: hash of the data's.
+    """Return the parameters in DIR/model.safetensors by our names, and the names of those not loaded.
+    `tokenizer`: hash of the data's tokenizer.
 
     Raises ConfigError for a file that cannot be read or does not fit.
     """
@@ -84,8 +84,8 @@ def load_hf(
 
 
 def from_modernbert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under our names. Raises ConfigError for a bias of the keys, which ours lack."""
-    is_bare = not any(name.startswith("model.") for name in tensors)  # of AutoModel
+    """Yield the parameters under our names. Raises ConfigError for a key bias, which our attention lacks."""
+    is_bare = not any(name.startswith("model.") for name in tensors)  # saved from AutoModel
     for theirs, tensor in tensors.items():
         name = f"model.{theirs}" if is_bare else theirs
         if theirs == "decoder.weight":  # tied to the embedding
@@ -96,7 +96,7 @@ def from_modernbert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
             layer = name.removesuffix(".Wqkv.bias")
             query_H, key_H, value_H = tensor.chunk(3)
             if key_H.any():
-                message = f"{theirs} has a bias of the keys, which our attention lacks"
+                message = f"{theirs} has a key bias, which our attention lacks"
                 raise ConfigError([Issue("run.init_from", "unsupported", message, theirs)])
             yield f"{layer}.q_bias", query_H.clone()
             yield f"{layer}.v_bias", value_H.clone()
@@ -108,7 +108,7 @@ def from_bert(
     tensors: Mapping[str, Tensor], config: Config, family: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the parameters of BERT, RoBERTa or RobertaPreLayerNorm under our names, and the names of those
-    that are left out. Raises ConfigError for tensors that are missing, or that the class does not have."""
+    not loaded. Raises ConfigError for missing tensors, or tensors that the class does not have."""
     left = {
         name.removeprefix(FRONTS[family]).replace(".gamma", ".weight").replace(".beta", ".bias"): tensor
         for name, tensor in tensors.items()

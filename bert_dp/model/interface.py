@@ -1,4 +1,4 @@
-"""Define a model as engines, optimizers and the compiler read it."""
+"""Define the interface between a model and engines, optimizers and the compiler."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """Hold the model that a task builds. The defaults are those of a small model that is never divided."""
+    """Base of a task's model. The defaults suit a small model that is never split."""
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the modules that fsdp shards, and recomputation computes again, one by one."""
+        """Return the modules that fsdp shards, and activation checkpointing recomputes, one by one."""
         return ()
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the modules that torch.compile compiles, each to a graph of its own."""
+        """Return the modules that torch.compile compiles, each to a separate graph."""
         return ()
 
     def tensor_plan(self) -> Mapping[str, tuple[int, int]] | None:
-        """Return the division of parameters by tensor parallelism: name -> (dimension, fused matrices in it);
-        what is not named stays whole. None = the model cannot be divided."""
+        """Return how tensor parallelism splits parameters: name -> (dimension, number of matrices fused along
+        it); the others stay whole. None = the model cannot be split."""
         return None
 
     def is_decayed(self, name: str) -> bool:
-        """Return True if weight decay applies to a parameter: all but biases and norms (the recipe's
-        groups)."""
+        """Return whether a parameter has weight decay: all but biases and norms (as in the recipe)."""
         return "bias" not in name and "norm" not in name
 
     def is_matrix(self, name: str) -> bool:
-        """Return True if Muon updates a parameter."""
+        """Return whether Muon updates a parameter."""
         return False
 
     def is_pretrained(self, name: str) -> bool:
-        """Return True if run.init_from gives a tensor; the others begin as the seed makes them."""
+        """Return whether run.init_from provides a tensor; the others start from their seeded values."""
         return True

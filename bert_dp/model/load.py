@@ -1,4 +1,4 @@
-"""Build a rank's model with its first state; load a model for use."""
+"""Build a rank's model with its initial state; load a trained model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RunModel = CrammedBert | Classifier | BiLstm
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
-    """Hold a model for inference, on the CPU and in eval mode, with the facts of its checkpoint."""
+    """Model for inference, on the CPU and in eval mode, with the facts of its checkpoint."""
 
     path: Path
     facts: files.CheckpointFacts
@@ -46,31 +46,29 @@ class LoadedCheckpoint:
 
 
 def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
-    """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest good checkpoint) or
-    of one checkpoint.
+    """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest valid checkpoint)
+    or of one checkpoint.
 
-    `model.model(ids_BS)` gives the hidden states [B, S, H], which a BiLSTM does not have; `model(ids_BS,
-    positions_P)` of a pretrained run the logits [P, V] at the flat positions b * S + s; `model(ids_BS,
-    real_BS)` of a finetuned or distilled one those of whole examples [B, L]. Models are pretrained without
-    <cls>: encode with `add_special_tokens=False`.
-    Raises ConfigError.
+    `model.model(ids_BS)` returns hidden states [B, S, H], except for a BiLSTM, which has none. `model(ids_BS,
+    positions_P)` of a pretrained run returns logits [P, V] at flat positions b * S + s; `model(ids_BS,
+    real_BS)` of a finetuned or distilled run returns logits of whole examples [B, L]. Models are pretrained
+    without <cls>: encode with `add_special_tokens=False`. Raises ConfigError.
     """
     loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
     return loaded.model, loaded.tokenizer
 
 
 def load_checkpoint(path: Path) -> LoadedCheckpoint:
-    """Load the model and the tokenizer of a checkpoint that `checkpoint.resolve` has verified. Raises
-    ConfigError."""
+    """Load model and tokenizer of a checkpoint that `checkpoint.resolve` has verified. Raises ConfigError."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     if config.task is not None:
-        message = f"the model of {path} is that of {config.task}, which is not executed here"
+        message = f"the model of {path} is defined in {config.task}, which is not executed here"
         hint = "load its model.safetensors into your model"
         raise ConfigError([Issue("task", "unsupported", message, config.task, hint=hint)])
     model = make_model(config)
     model.to(next(iter(state["model"].values())).dtype)
-    state["optimizer"] = {}  # half of the memory, and of no use here
+    state["optimizer"] = {}  # half of the memory, and not needed here
     if issues := checkpoint.state_issues(path, state, model):
         raise ConfigError(issues)
     model.load_state_dict(state["model"])
@@ -78,7 +76,7 @@ def load_checkpoint(path: Path) -> LoadedCheckpoint:
 
 
 def make_model(config: Config) -> RunModel:
-    """Build the model that a run of `config` trains, with weights of any value."""
+    """Build the model that a run of `config` trains, with arbitrary weights."""
     length = config.data.sequence_length
     if config.model.lstm_size:
         return BiLstm(config.model, config.finetune)
@@ -88,7 +86,7 @@ def make_model(config: Config) -> RunModel:
 
 
 def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
-    """Return the whole model on its device, and True if it is compiled."""
+    """Return the whole model on its device, and whether it is compiled."""
     config = rank.config
     model = rank.task.build_model(config.run.seed).to(rank.device, precision.parameters)
     if config.parallel.activation_checkpointing:
@@ -103,29 +101,29 @@ def is_compiled(config: Config, device: str) -> bool:
     """Resolve the setting `compile`: auto compiles on a GPU."""
     if config.compile != "auto":
         return config.compile == "on"
-    # deepspeed's hooks on every module of stage 3 make torch compile anew until it gives up
+    # deepspeed's hooks on every module in stage 3 make torch recompile until it gives up
     is_hooked = config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3
     return device == "cuda" and not is_hooked
 
 
 def recompute_blocks(model: Model) -> None:
-    """Keep only the input of each block for the backward pass, and compute the block again there."""
+    """Keep only each block's input for the backward pass, which recomputes the block."""
     for block in model.blocks():
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block and recompute it in the backward pass. Dynamo skips torch's frames with all that they call,
-    so this one is ours; it is a method of the block, so that one graph serves all blocks."""
+    """Run a block, and recompute it in the backward pass. Dynamo skips torch's own frames and everything they
+    call, so the method must be ours; as a method of the block, it lets one graph serve all blocks."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
-    """Compile in place: names stay as they are."""
-    # otherwise Dynamo splits each part's graph at DDP's buckets, whose hooks fire without that
+    """Compile in place, keeping parameter names."""
+    # otherwise Dynamo splits each part's graph at DDP's buckets, whose hooks fire in any case
     torch._dynamo.config.optimize_ddp = False
-    # a graph for each length of finetuning, with and without padding, in training and in evaluation, for a
-    # first block unlike the others, and for global and local attention
+    # one graph per length in finetuning, with and without padding, in training and in evaluation, for a first
+    # block that differs from the others, and for global and local attention
     limit = 16 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
@@ -136,10 +134,10 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the canonical state that a run begins with, on the host, and a record of its source.
+    """Return the initial canonical state of a run, on the host, and a record of its source.
 
-    The weights are the model's own; those of `Model.is_pretrained` come from run.init_from, with the state of
-    its optimizer if run.init_keeps is moments. Collective. Raises ConfigError for what does not fit.
+    The weights are the model's own, except that run.init_from provides those in `Model.is_pretrained`, with
+    the optimizer's state if run.init_keeps is moments. Collective. Raises ConfigError if they do not fit.
     """
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
@@ -152,7 +150,7 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        # rank 0 chooses, because the other run may go on and remove checkpoints
+        # rank 0 chooses, because the other run may continue and remove checkpoints
         path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)
@@ -171,14 +169,14 @@ def first_state(
 
 
 def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> State:
-    """Read the part of a checkpoint that a run begins with. `tokenizer`: hash of the data's tokenizer. Raises
+    """Read the part of a checkpoint that a run starts from. `tokenizer`: hash of the data's tokenizer. Raises
     ConfigError if it does not fit."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
         own = str(facts.tokenizer)[:16]
-        message = f"{source} was trained with tokenizer {own}, the shards have {tokenizer[:16]}"
-        hint = "build them with data.tokenizer set to that run's tokenizer.json"
+        message = f"{source} was trained with tokenizer {own}, but the shards have {tokenizer[:16]}"
+        hint = "build the shards with data.tokenizer set to that run's tokenizer.json"
         issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:
@@ -190,5 +188,5 @@ def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None)
 
 
 def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert floating tensors to `dtype`; leave numbers, such as a step count, as they are."""
+    """Convert floating-point tensors to `dtype`; leave scalars, such as a step count, unchanged."""
     return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""Make optimizers, one file each, and learning rate schedules.
+"""Create optimizers, one file each, and learning-rate schedules.
 
 A new optimizer is a file here with a function `make` and a row of `OPTIMIZERS` in bert_dp/config/engines.py.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_update  # adamw.py beside this is a module of that name
+from torch.optim.adamw import adamw as adamw_update  # torch.optim's module, not our adamw.py
 
 from bert_dp.config import ConfigError, Issue, OptimConfig
 from bert_dp.config.own_code import load_function
@@ -30,10 +30,10 @@ def make_optimizer(
     compiled: bool = False,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `config.name`: function `make` of `bert_dp.optim.<name>`, or a user's own.
+    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>`, or of the user's file.
 
-    `model` decides by the names of `named` which parameters are decayed and which are matrices. `precision`:
-    of the run. The learning rate is set before every step.
+    By the names in `named`, `model` decides which parameters are decayed and which are matrices. `precision`:
+    the run's. The learning rate is set before every step.
     """
     is_own = CODE.fullmatch(config.name) is not None
     make = (
@@ -49,9 +49,9 @@ def make_optimizer(
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Make an own optimizer clip and skip, at the price of a host sync, unless it does so itself as
-    `Optimizer` and torch's fused ones do. The first step raises ConfigError for a state that no checkpoint
-    holds."""
+    """Wrap a user's optimizer to clip and skip, at the cost of a host sync, unless it does so itself like
+    `Optimizer` and torch's fused optimizers. The first step raises ConfigError if a checkpoint cannot store
+    the state."""
     step, is_ours = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_checked = False
@@ -67,14 +67,14 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "keep a state for every parameter, of scalar tensors or tensors of its shape"
+                message = "must keep a state for every parameter: scalar tensors or tensors of its shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]
 
 
 def can_be_saved(parameter: Tensor, state: Mapping[str, object]) -> bool:
-    """Return whether a checkpoint can hold the optimizer state of a parameter."""
+    """Return whether a checkpoint can store the optimizer state of a parameter."""
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     fits = all(value.dim() == 0 or value.shape == parameter.shape for value in tensors)
     return bool(tensors) and len(tensors) == len(state) and fits
@@ -89,7 +89,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, is_decayed: Callable[[str], bool]
 ) -> list[dict[str, object]]:
-    """Split into two groups in the order of `named`: with and without weight decay."""
+    """Split parameters into two groups, in the order of `named`: with and without weight decay."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named:
         groups[is_decayed(name)].append(parameter)
@@ -98,26 +98,26 @@ def parameter_groups(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Clip and skip without a host sync, as torch's fused AdamW does: before `step` an engine sets
-    `grad_scale` and `found_inf`, float32 device scalars, and `sharded_sums`."""
+    """Base class that clips and skips without a host sync, like torch's fused AdamW: before `step` an engine
+    sets `grad_scale` and `found_inf`, float32 device scalars, and `sharded_sums`."""
 
     grad_scale: Tensor | None = None
-    """Gradients are divided by it."""
+    """Divisor of the gradients."""
     found_inf: Tensor | None = None
-    """1.0 = leave everything as it is."""
+    """1.0 = change nothing in this step."""
     sharded_sums: Callable[[Tensor], Tensor] | None = None
-    """On a rank that holds parts of tensors: turns [k, N] sums over the parts, N in the order of the
-    optimizer's parameters, into sums over the tensors."""
+    """On a rank with parts of tensors: maps [k, N] sums over the parts, N in the order of the optimizer's
+    parameters, to sums over the whole tensors."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (keep, divisor), scalars with the device and type of `like`: keep is 0 in a step that is
-        skipped, else 1; gradients are divided by divisor."""
+        """Return (keep, divisor), scalars with the device and dtype of `like`: keep is 0 to skip the step,
+        else 1; gradients are divided by divisor."""
         skip = torch.zeros((), device=like.device) if self.found_inf is None else self.found_inf
         divisor = torch.ones((), device=like.device) if self.grad_scale is None else self.grad_scale
         return 1.0 - skip.to(like.dtype), divisor.to(like.dtype)
 
     def adam_state(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return exp_avg, exp_avg_sq and step of each of `params`; zeros before the first step."""
+        """Return exp_avg, exp_avg_sq and step for each of `params`; zeros before the first step."""
         for p in params:
             if not self.state[p]:
                 self.state[p] = {
@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
         return exp_avgs, exp_avg_sqs, steps
 
     def adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update `params`, which have gradients, by AdamW in torch's fused kernel."""
+        """Update `params`, which must have gradients, by torch's fused AdamW kernel."""
         exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
         beta1, beta2 = group["betas"]
         adamw_update(

@@ -1,4 +1,4 @@
-"""Make AdamW (arXiv 1711.05101), torch's fused implementation."""
+"""Create AdamW (arXiv 1711.05101), torch's fused implementation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Make LAMB (arXiv 1904.00962) with the meaning of NVIDIA apex's FusedLAMB: Adam's bias correction, eps
-outside the root, trust ratio ||w|| / ||u|| over a whole tensor, and only for tensors with weight decay.
-Clipping by the global norm belongs to the engine."""
+"""Create LAMB (arXiv 1904.00962) as in NVIDIA apex's FusedLAMB: with Adam's bias correction, eps outside the
+root, and the trust ratio ||w|| / ||u|| over a whole tensor, only for tensors with weight decay. The engine
+clips by the global norm."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Lamb(Optimizer):
-    """Keep step, exp_avg, exp_avg_sq of each tensor, as Adam. `step` leaves the update in .grad.
+    """LAMB; keeps Adam's step, exp_avg, exp_avg_sq. `step` overwrites .grad with the update.
 
-    `compiled` fuses the operations on a tensor: `moments` takes 7 passes over memory then, as AdamW in all,
-    and `descend` 3; the norms of whole tensors come between the two parts.
+    With `compiled`, fused kernels: `moments` makes 7 memory passes (as many as all of AdamW), `descend` 3;
+    full-tensor norms are computed between them.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every tensor that has a gradient, without a host sync."""
+        """Update every tensor with a gradient, without a host sync."""
         adapted, sums = [], []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
             keep, divisor = self.controls(params[0])
-            if group["weight_decay"] == 0:  # no ratio, so Adam's update, in one kernel for all tensors
+            if group["weight_decay"] == 0:  # no trust ratio, so AdamW's update, in one kernel for all tensors
                 self.adamw(group, params)
                 sums.append(keep.new_zeros(2, len(params)))
                 continue
@@ -83,11 +83,11 @@ def moments(
     divisor: Tensor,
     rule: tuple[float, float, float, float],
 ) -> Tensor:
-    """Compute moments and updates in place (the update over the gradient) and return [2, N] squared norms,
-    tensors first.
+    """Update the moments in place, overwrite each gradient by its update and return [2, N] squared norms, of
+    the tensors first.
 
-    `keep` = 0 leaves the moments as they are; `rule`: both betas, eps, weight decay. A tensor with no element
-    on this rank counts 0.
+    `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps, weight decay. A tensor without elements
+    on this rank contributes 0.
     """
     beta1, beta2, eps, weight_decay = rule
     new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
@@ -100,13 +100,13 @@ def moments(
         v.copy_(v + new2 * (gradient * gradient - v))
         update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
         g.copy_(update)
-        # row by row, or inductor reads weight and update once more for their sums
+        # sum by rows: otherwise inductor reads weight and update again
         sums.append(torch.stack([(p * p).sum(-1).sum(), (update * update).sum(-1).sum()]))
     return torch.stack(sums, dim=1)
 
 
 def descend(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor) -> None:
-    """Compute p -= lr x ratio x update; ratio = 1 where a norm is zero."""
+    """Compute p -= lr x ratio x update; ratio = 1 if a norm is zero."""
     weight_N, update_N = sums_2N.sqrt()
     rate_N = lr * torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
     for i, (p, update) in enumerate(zip(params, updates, strict=True)):

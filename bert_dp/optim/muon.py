@@ -1,8 +1,8 @@
-"""Make Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices and AdamW for the rest, in one.
+"""Create Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices, with AdamW for the rest.
 
-The update of a matrix is its Nesterov momentum, orthogonalised, times 0.2 sqrt(max(rows, columns)), so that
-its size is that of an AdamW update and one learning rate serves both (arXiv 2502.16982, 2.2). A parameter
-that holds several matrices is taken apart: orthogonalised as one it trains worse (Megatron-LM issue 1428).
+A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)), as large as an
+AdamW update, so that one learning rate serves both (arXiv 2502.16982, 2.2). A parameter of several fused
+matrices is split: orthogonalised as one it trains worse (Megatron-LM issue 1428).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bert_dp.optim import Named, Optimizer, parameter_groups
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-BATCH_ELEMENTS = 2**25  # of the matrices that are multiplied at once: 128 MiB in fp32
+BATCH_ELEMENTS = 2**25  # of matrices multiplied at once: 128 MiB in fp32
 
 FusedSplit = tuple[int, int]
 """(dimension, number of matrices fused along it), as in a model's tensor plan."""
@@ -48,16 +48,16 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
         momentum=config.momentum,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        # as Muon's original, where the model's products are in bf16 too; a CPU gains nothing by it
+        # like the original, if the model's products are in bf16 too; no gain on a CPU
         multiply_in=torch.bfloat16 if precision == "bf16" and on_gpu else None,
     )
 
 
 class Muon(Optimizer):
-    """Update matrices by Muon, other tensors by AdamW. A group of matrices (state momentum_buffer) carries
-    `splits`, the FusedSplit of each parameter. `step` leaves what Muon orthogonalises in .grad.
+    """Update matrices by Muon, other tensors by AdamW. A group of matrices (state momentum_buffer) has
+    `splits`, the FusedSplit of each parameter. `step` overwrites .grad with the input to orthogonalisation.
 
-    Matrices must be whole on their rank.
+    Each matrix must be whole on its rank.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Muon(Optimizer):
         eps: float,
         multiply_in: torch.dtype | None = None,
     ):
-        """Set the precision of Newton-Schulz, `multiply_in`; None = the parameters' own."""
+        """Set `multiply_in`, the dtype of Newton-Schulz products; None = the parameters' own."""
         self._multiply_in = multiply_in
         settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, {**settings, "splits": None})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every tensor that has a gradient, without a host sync."""
+        """Update every tensor with a gradient, without a host sync."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params and group["splits"] is not None:
@@ -110,7 +110,7 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of matrices of one shape, of at most BATCH_ELEMENTS elements together."""
+    """Yield the indices of equally shaped matrices with at most BATCH_ELEMENTS elements in total."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -122,7 +122,7 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Multiply fp32 matrices in fp32, whatever the model's own are allowed (training/build.py)."""
+    """Multiply fp32 matrices in fp32, even if TF32 is allowed for the model (training/build.py)."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -133,8 +133,8 @@ def no_tf32() -> Iterator[None]:
 
 @no_tf32()
 def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
-    """Map [..., R, C] to about U V' of each one's singular value decomposition, in their own precision, with
-    products in `multiply_in` (None = theirs too)."""
+    """Map each [..., R, C] matrix to about U V' of its singular value decomposition, in its own dtype, with
+    products in `multiply_in` (None = its dtype)."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

@@ -1,4 +1,4 @@
-"""Define engines: ways of using the ranks. Each is one file, imported only when chosen."""
+"""Define engines, the ways of using several ranks. Each is one file, imported only if chosen."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bert_dp.training.noise import NormPairs
 from bert_dp.training.process import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-"""named parameters -> optimizer; called after sharding."""
+"""Function from named parameters to their optimizer; called after sharding."""
 
 State = dict[str, dict[str, Tensor]]
-"""Canonical, unsharded: {"model": {name: tensor}, "optimizer": {"name/key": tensor}, "scaler": {...}}."""
+"""Canonical unsharded state: {"model": {name: tensor}, "optimizer": {"name/key": tensor}, "scaler": {}}."""
 
 
 class Engine(Protocol):
-    """Define six verbs, two numbers, and `norm_pairs` where it can measure them. Data is split by dp_rank and
-    dp_size, never by world rank.
+    """Interface of an engine: six methods, dp_rank and dp_size, and norm_pairs if it can measure gradient
+    noise. Data is split by dp_rank and dp_size, never by world rank.
 
-    A new engine is a file here with a class `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py`, from
-    which checks, memory, `scale` and hang reports follow, and a row of the parity matrix.
+    A new engine is a file here with a class `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py` (used
+    by checks, memory estimates, `scale` and hang reports) and a row of the parity matrix.
     """
 
     dp_rank: int
@@ -42,21 +42,20 @@ class Engine(Protocol):
         """Wrap or shard `model` (already on its device), then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Wrap forward and backward of one micro batch: gradients are reduced only when `last`."""
+        """Wrap forward and backward of one micro batch; gradients are reduced only if `last`."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of `loss`, this replica's share: summed over replicas it is the step's
-        loss."""
+        """Run the backward pass of `loss`, this replica's share; the shares sum to the step's loss."""
 
     def step(self, max_norm: float) -> Tensor:
         """Clip by the reduced norm (0 = do not), skip on all ranks if it is not finite, step, zero the
-        gradients. Returns the norm before clipping, a device scalar; not finite when the step was skipped."""
+        gradients. Returns the norm before clipping, a device scalar; not finite = the step was skipped."""
 
     def gather_state(self) -> State | None:
         """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
-        """Load a canonical state of this model (see `checkpoint.state_issues`), given whole on every rank."""
+        """Load a canonical state of this model (see `checkpoint.state_issues`), whole on every rank."""
 
 
 def engine_name(config: ParallelConfig, world_size: int) -> str:
@@ -68,9 +67,9 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """Make the engine `name`: class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler.
+    """Create class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler.
 
-    Raises ConfigError when a package that it wraps is not installed.
+    Raises ConfigError if a package that the engine wraps is not installed.
     """
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     try:

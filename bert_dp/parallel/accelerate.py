@@ -1,7 +1,7 @@
-"""Train by Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
+"""Train with Hugging Face Accelerate: DistributedDataParallel as created by `Accelerator.prepare`.
 
-Autocast, loss scaling, the optimizer and the learning rate stay with us: a scheduler of Accelerate's steps
-once per process.
+Autocast, loss scaling, the optimizer and the learning rate remain ours: a scheduler prepared by Accelerate
+steps once per process.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # srun and mpirun set other names than accelerate looks for; without a thread count it sets its own
+        # srun and mpirun set other variables than accelerate reads, and it would set a thread count
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        # 25 MiB is accelerate's default and so is not passed on: torch's own, whose first bucket is 1 MiB
+        # None = torch's default with a first bucket of 1 MiB: accelerate does not pass on its own, 25 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",
-            device_placement=False,  # it is done, and would rebuild the parameter groups
+            device_placement=False,  # already done, and would rebuild the parameter groups
             mixed_precision="no",
             dynamo_backend="no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not the environment's
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # overrides the environment
             kwargs_handlers=[
                 DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True, **bucket)
             ],
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Prepare the model. Raises ConfigError when the environment makes accelerate use something else than
-        DDP."""
+        """Wrap the model. Raises ConfigError if environment variables make accelerate choose another wrapper
+        than DDP."""
         self._model = model
-        with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name
+        with warnings.catch_warnings():  # accelerate passes broadcast_buffers, which torch 2.13 renames
             warnings.simplefilter("ignore", FutureWarning)
             self._wrapped = self._accelerator.prepare(model)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
             kind = self._accelerator.distributed_type.value
             text = f"accelerate chose {kind} for {self.dp_size} ranks"
-            hint = "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
+            hint = "unset ACCELERATE_USE_*, or start accelerate's launcher with --multi_gpu"
             raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
-        # not accelerate's wrapper, which would hide the attributes that `clip_and_step` sets
+        # accelerate's optimizer wrapper would hide the attributes set by `clip_and_step`
         self._optimizer = make_optimizer(model.named_parameters())
         return self._wrapped, self._optimizer
 
@@ -75,7 +75,7 @@ class Engine:
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm)
-        # of several ranks they are views of the buckets: freed, they would stand twice
+        # with several ranks, gradients are views of the buckets: if freed, they would be allocated twice
         self._optimizer.zero_grad(set_to_none=self.dp_size == 1)
         return norm
 

@@ -1,4 +1,4 @@
-"""End a step (norm, clip, skip, update) and place ranks among and inside replicas, for every engine."""
+"""Complete a step (norm, clip, skip, update) and arrange ranks in replicas, for every engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bert_dp.training.process import World
 
 
 class RankGrid:
-    """Arrange ranks as [dp, tp]: the tensor-parallel ranks of a replica are neighbours, so they share a node.
+    """Arrange ranks as [dp, tp]; a replica's tensor-parallel ranks are consecutive, to share a node.
 
-    `replicas` > 1 divides dp further, into [replicas, dp / replicas].
+    `replicas` > 1 splits dp further, into [replicas, dp / replicas].
     """
 
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
@@ -27,18 +27,18 @@ class RankGrid:
         sizes = {"replica": replicas, "shard": self.dp_size // replicas, "tp": tensor}
         shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         self.mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        if device.type == "cuda":  # NCCL gives groups of a mesh 10 minutes, whatever the world has
+        if device.type == "cuda":  # NCCL's mesh groups default to 10 minutes, not the world's timeout
             for group in self.mesh.get_all_groups():
                 distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
-        """The ranks that hold the same part of other replicas; with `replicas` > 1 those of one shard set."""
+        """Ranks with the same part of other replicas; with `replicas` > 1, those in one shard set."""
         self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
-        """The dimensions that gradients are summed over."""
+        """Dimensions over which gradients are summed."""
 
 
 class ShardedSums:
-    """Sum over whole tensors from sums over the parts on this rank: [k, N] -> [k, N], N tensors.
+    """Sum over whole tensors, given sums over this rank's parts: [k, N] -> [k, N], N tensors.
 
     `counts_N` is 0 for a tensor that another rank of the group already counts. Collective over `groups`.
     """
@@ -53,7 +53,7 @@ class ShardedSums:
         return self._reduce(sums_kN)
 
     def total(self, sums_N: Tensor) -> Tensor:
-        """Return the sum over all tensors, a scalar: one number on the wire, not N."""
+        """Return the sum over all tensors, a scalar: sends one number, not N."""
         if self._counts_N is not None:
             sums_N = sums_N * self._counts_N
         return self._reduce(sums_N.sum())
@@ -87,12 +87,12 @@ def clip_and_step(
 ) -> Tensor:
     """Take one optimizer step on reduced gradients, without a host sync; return the norm before clipping.
 
-    Clipping rides on the fused step's own division (`grad_scale`), so the gradients are read once, not twice.
-    A norm that is not finite skips the step through `found_inf`; the norm is of reduced gradients, so
-    all ranks skip together. Gradients stay for the caller to free.
+    Clipping uses the fused step's own division (`grad_scale`), so gradients are read once, not twice. A norm
+    that is not finite skips the step through `found_inf`; as the norm is of reduced gradients, all ranks skip
+    together. The caller frees the gradients.
 
-    `sharded_sums` covers the ranks that hold parts of the optimizer's tensors (None = it holds them whole),
-    `norm_sums` those that hold the other tensors as well (None = the same).
+    `sharded_sums` covers the ranks with parts of the optimizer's tensors (None = each tensor is whole),
+    `norm_sums` also the ranks that own the other tensors (None = the same as `sharded_sums`).
     """
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -102,7 +102,7 @@ def clip_and_step(
     finite = norm.isfinite()
     scale = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     scale = torch.where(finite, scale, torch.ones_like(scale))
-    if norm.dtype == torch.float64:  # the fused kernels take the divisor in float32 only
+    if norm.dtype == torch.float64:  # the fused kernels accept only a float32 divisor
         torch._foreach_div_(gradients, scale)
         scale = torch.ones_like(scale)
     found_inf = (~finite).float()
@@ -112,6 +112,6 @@ def clip_and_step(
     optimizer.step()
     if scaler is not None:
         for local in scaler._found_inf_per_device(optimizer).values():
-            local.copy_(found_inf)  # one rank's parts may be finite where another's are not
+            local.copy_(found_inf)  # one rank's parts may be finite while another's are not
         scaler.update()
     return norm

@@ -1,5 +1,5 @@
-"""Train by DistributedDataParallel: whole replicas, gradients all-reduced in buckets on the last micro batch
-only."""
+"""Train with DistributedDataParallel: whole replicas, gradients all-reduced in buckets, only on the last
+micro batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.training.noise import CommHook, NormPairs
 from bert_dp.training.process import World
 
-# every rank builds the same buffers; the option's name changed after torch 2.11
+# every rank builds the same buffers; torch renamed the option after 2.11
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
@@ -57,7 +57,7 @@ class Engine:
             init_sync=False,  # every rank builds the same weights
             **NO_BUFFER_SYNC,
         )
-        # without a hook DDP does what `allreduce_hook` does
+        # without a hook, DDP does the same as `allreduce_hook`
         group, dtype = self._grid.dp_group, REDUCE_DTYPES.get(self._config.reduce_dtype)
         reduce: CommHook = allreduce_hook if dtype is None else reduce_narrow
         if self.norm_pairs.on:
@@ -72,7 +72,7 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # the graph is learned from a first reduction, here the dry run's, whose gradients are dropped
+            # DDP learns the graph from the first reduction: the dry run's, whose gradients are discarded
             return nullcontext()
         return self._ddp.no_sync()
 
@@ -84,7 +84,7 @@ class Engine:
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums)
         self.norm_pairs.end_step(norm)
-        self._optimizer.zero_grad(set_to_none=False)  # views of the buckets: freed, they would stand twice
+        self._optimizer.zero_grad(set_to_none=False)  # views of buckets: if freed, allocated twice
         return norm
 
     def gather_state(self) -> State | None:
@@ -105,9 +105,9 @@ class Engine:
 def reduce_narrow(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over the ranks in 16 bits: divided first, so that fp16 cannot overflow.
+    """Average a bucket over the ranks in 16 bits, dividing first so that fp16 cannot overflow.
 
-    torch's own bf16 hook refuses gloo.
+    torch's own bf16 hook rejects gloo.
     """
     group, dtype = state
     buffer = bucket.buffer()
@@ -117,4 +117,4 @@ def reduce_narrow(
     return work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
 
 
-reduce_narrow.__annotations__.clear()  # torch compares them with types, and here they are text
+reduce_narrow.__annotations__.clear()  # torch compares them with types, but here they are strings

@@ -1,9 +1,9 @@
-"""Train by DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips,
-steps.
+"""Train with DeepSpeed ZeRO (arXiv 1910.02054), whose engine reduces, clips and steps; model, optimizer and
+loop are ours.
 
-Stages 0 and 1 reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there
-is no Muon, and LAMB at stage 0 only. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip. Stages 1
-to 3 skip a step whose norm is not finite; stage 0 would step and gets `found_inf`.
+Stages 0 and 1 reduce only on the last micro batch, 2 and 3 on every one. Tensors are flattened, so Muon is
+unsupported, and LAMB is limited to stage 0. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip.
+Stages 1 to 3 skip a step whose norm is not finite; stage 0 would not, so it gets `found_inf`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
-OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
-BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as ddp; DeepSpeed allocates its default of 2 GB whole
+OLDEST = (0, 19, 8)  # oldest version tried; others may step in fp32 with a gradient that is not finite
+BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as in ddp; DeepSpeed would allocate its default of 2 GB
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine:
-    """See `bert_dp.parallel.Engine`. RUN/deepspeed.json is what DeepSpeed was given."""
+    """See `bert_dp.parallel.Engine`. RUN/deepspeed.json stores the configuration passed to DeepSpeed."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        """Check the package. Raises ConfigError when it is too old, or `precision: auto` chose fp16."""
-        if precision == "fp16":  # without a scaler, and on a GPU DeepSpeed would leave our autocast
-            text = "auto is fp16 on this GPU, which parallel.engine: deepspeed does not support"
+        """Check the package. Raises ConfigError if it is too old, or if `precision: auto` chose fp16."""
+        if precision == "fp16":  # there is no scaler, and on a GPU DeepSpeed disables our autocast
+            text = "auto means fp16 on this GPU, which parallel.engine: deepspeed does not support"
             hint = "use precision: fp32 or parallel.engine: zero1"
             raise ConfigError([Issue("precision", "conflict", text, "auto", "parallel.engine", hint)])
-        # srun and mpirun set other names than DeepSpeed looks for
+        # srun and mpirun set other variables than DeepSpeed reads
         os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            # or it runs numactl at every reduction to count devices
+            # otherwise DeepSpeed runs numactl at every reduction to count devices
             os.environ.setdefault("LOCAL_SIZE", str(world.local_size))
         import deepspeed
 
@@ -54,10 +54,10 @@ class Engine:
             hint = f"install {'.'.join(map(str, OLDEST))} or newer"
             raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its own
         if device.type == "cpu":
-            deepspeed.ops.__compatible_ops__ = {}  # or it compiles a shared-memory all-reduce for inference
-        if deepspeed.comm.is_initialized():  # the groups of an earlier run in this process are gone
+            deepspeed.ops.__compatible_ops__ = {}  # else it compiles a shared-memory all-reduce for inference
+        if deepspeed.comm.is_initialized():  # drop references to destroyed groups of an earlier run
             deepspeed.utils.groups._release_process_group_references()
         self._package: Any = deepspeed
         self.dp_rank, self.dp_size = world.rank, world.size
@@ -74,13 +74,13 @@ class Engine:
         self._engine, zero, _, _ = self._package.initialize(
             model=model, optimizer=self._optimizer, config=self._settings, dist_init_required=False
         )
-        if self._stage > 0:  # torch makes the moments at the first step, too late to load them
+        if self._stage > 0:  # torch creates the moments at the first step, too late to load them
             parts = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
             for flat in getattr(zero, parts):
                 moments = {key: torch.zeros_like(flat) for key in MOMENTS}
                 self._optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
         if self._stage in (1, 2):
-            zero._lazy_init_hp_params_optimizer_state()  # makes them known to safe_get_full_optimizer_state
+            zero._lazy_init_hp_params_optimizer_state()  # registers them for safe_get_full_optimizer_state
         return self._engine, self._optimizer
 
     def accumulate(self, *, last: bool) -> nullcontext[None]:
@@ -92,7 +92,7 @@ class Engine:
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self, max_norm: float) -> Tensor:
-        assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips as it was configured"
+        assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips by its configured norm only"
         if self._stage == 0:
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
@@ -101,7 +101,7 @@ class Engine:
             self._engine.step()
             return norm
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()  # inf when skipped
+        norm = self._engine.get_global_grad_norm()  # inf if skipped
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
     def gather_state(self) -> State | None:
@@ -121,14 +121,14 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Raises ValueError when the steps of the parameters differ: DeepSpeed has one count
-        for all."""
+        """Load the state. Raises ValueError if step counts differ between parameters: DeepSpeed has one
+        count."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
         steps = {float(value) for name, value in state["optimizer"].items() if name.endswith("/step")}
         if len(steps) > 1:
-            raise ValueError(f"the checkpoint's parameters have done different numbers of steps: {steps}")
+            raise ValueError(f"the checkpoint's parameters have different step counts: {steps}")
         for name, tensor in self._model.state_dict().items():
             value = state["model"][name].to(self._device)
             if name not in self._parameters:
@@ -145,13 +145,13 @@ class Engine:
             values["step"].fill_(max(steps, default=0.0))
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """Gather the weight (key "") or a moment of it. Collective."""
+        """Gather the weight (key "") or a moment of a parameter. Collective."""
         return self._safe("get_full", key)(parameter, *filter(None, [key])).detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
-        """Write this rank's part of the weight that the optimizer has (key ""), or of a moment."""
+        """Write this rank's part of the optimizer's copy of a weight (key ""), or of a moment."""
         part, verb = whole, "set_full"
-        if self._stage == 3:  # its safe_set_full_* fail where the number of ranks does not divide a tensor
+        if self._stage == 3:  # its safe_set_full_* fail if the number of ranks does not divide a tensor
             size, verb = parameter.ds_tensor.numel(), "set_local"
             padded = F.pad(whole.flatten(), (0, size * self.dp_size - whole.numel()))
             part = padded[self.dp_rank * size :][:size]
@@ -162,19 +162,19 @@ class Engine:
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: what we set, its defaults for the rest."""
+    """Return DeepSpeed's configuration: the keys that we set; DeepSpeed's defaults apply to the rest."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
-        "gradient_accumulation_steps": 1,  # the loop counts them, and a ramp changes their number
+        "gradient_accumulation_steps": 1,  # the loop counts micro batches, whose number a ramp changes
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "fp16": {"enabled": False},
-        "bf16": {"enabled": False},  # would be bf16 parameters
-        # on a GPU its forward switches off the autocast around it, so it must enter the same one itself
+        "bf16": {"enabled": False},  # would make the parameters bf16
+        # on a GPU its forward disables the surrounding autocast, so it must enter the same one itself
         "torch_autocast": {
             "enabled": precision == "bf16",
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # the gradients of those would be reduced in bf16
+            "lower_precision_safe_modules": [],  # their gradients would be reduced in bf16
         },
         "timers": {"throughput": {"enabled": False}},  # synchronises the device in every step
     }

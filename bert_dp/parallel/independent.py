@@ -1,5 +1,5 @@
-"""Run N copies of one process that exchange nothing: what the machine does when all its devices work, the
-ceiling of every engine. They become N different models."""
+"""Run N copies of one process without communication: this measures the machine with all devices busy, the
+upper limit for every engine. The copies train N different models."""
 
 from bert_dp.parallel.single import Engine
 

@@ -1,6 +1,6 @@
-"""Train on one rank, plain module, no process group: the baseline every figure is held against.
+"""Train on one rank, with a plain module and no process group: the baseline for every measurement.
 
-On N ranks (as `independent`) each trains on its own share of the samples, for itself.
+On N ranks (as `independent`) each rank trains separately, on its own share of the samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convert between the canonical state and the tensors of a rank."""
+"""Convert between the canonical state and a rank's tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bert_dp.parallel import State
 
 Convert = Callable[[str, Tensor], Tensor]
-"""(parameter name, tensor with that parameter's shape) -> the whole of a shard, or a shard of the whole."""
+"""Map (parameter name, tensor with the parameter's shape) from a shard to the whole tensor, or back."""
 
 
 def identity(name: str, tensor: Tensor) -> Tensor:
@@ -26,10 +26,10 @@ def read_state(
     parameters: Mapping[str, Tensor] | None = None,
     keep: bool = True,
 ) -> State | None:
-    """Copy to the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is: a
-    rank that shall not `keep` them takes part, copies nothing and gets None.
+    """Copy the state to the host; a tied tensor appears once, under its first name. Collective if `unshard`
+    is. A rank without `keep` takes part but copies nothing and gets None.
 
-    `parameters`: name -> the tensor that the optimizer knows, which shares the memory of the model's.
+    `parameters`: name -> the optimizer's tensor, which shares memory with the model's.
     """
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     tensors = {**model.state_dict(), **parameters}
@@ -59,9 +59,9 @@ def write_state(
     shard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state of this model in place; empty optimizer or scaler parts start those anew.
+    """Load a canonical state of this model in place; an empty optimizer or scaler part resets it.
 
-    `parameters`: name -> the tensor that the optimizer knows, which shares the memory of the model's.
+    `parameters`: name -> the optimizer's tensor, which shares memory with the model's.
     """
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     saved: dict[str, dict[str, Tensor]] = {}
@@ -87,5 +87,5 @@ def write_state(
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copy `items` to the host if `keep`; each is made in any case, which may be collective."""
+    """Copy `items` to the host if `keep`; evaluates each item in any case, which may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

@@ -1,8 +1,8 @@
-"""Divide a model (Megatron-LM, arXiv 1909.08053): explicit layers on plain tensors, by a plan that the model
-gives as data.
+"""Split a model (Megatron-LM, arXiv 1909.08053) into layers on plain tensors, following the model's plan.
 
-A column-parallel linear holds some outputs: its input gradient is summed over the ranks. A row-parallel
-linear holds some inputs: its output is. The vocabulary's rows are divided; logits are never gathered.
+A column-parallel linear layer has a part of the outputs; its input gradient is summed over the ranks. A
+row-parallel one has a part of the inputs; its output is summed. The vocabulary is split by rows; logits are
+never gathered.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Group = dist.ProcessGroup | None
 
 
 class TensorParallel:
-    """Divide a whole model over the ranks of `grid.tp_group`; with one rank it changes nothing."""
+    """Split a whole model over the ranks of `grid.tp_group`; do nothing with one rank."""
 
     def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
         self._plan: Mapping[str, tuple[int, int]] = {}
-        """Parameters that are divided: (dimension, fused matrices along it, each divided for itself)."""
+        """Split parameters: (dimension, matrices fused along it, each split separately)."""
 
     def shard_model(self, model: Model) -> None:
-        """Keep this rank's shard of every parameter in `model.tensor_plan()`, whole ones stay replicated.
+        """Replace each parameter in `model.tensor_plan()` by this rank's shard; the others remain replicated.
 
         Raises ConfigError for a model without a plan.
         """
@@ -41,7 +41,7 @@ class TensorParallel:
             return
         plan = model.tensor_plan()
         if plan is None:
-            text = f"{self._size}, but this model cannot be divided"
+            text = f"{self._size}, but this model cannot be split"
             raise ConfigError([Issue("parallel.tensor", "unsupported", text, self._size, hint="use 1")])
         assert self._group is not None
         group = self._group.group_name
@@ -63,14 +63,14 @@ class TensorParallel:
                 module.tensor_rank = self._rank  # type: ignore[assignment]
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor with the whole shape of parameter `name`."""
+        """Return this rank's shard of a tensor with the full shape of parameter `name`."""
         if name not in self._plan:
             return whole
         dim, count = self._plan[name]
         return torch.cat([m.chunk(self._size, dim)[self._rank] for m in whole.chunk(count, dim)], dim)
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Invert `shard`. Collective over the ranks of a replica."""
+        """Gather the whole tensor, the inverse of `shard`. Collective over a replica's ranks."""
         if name not in self._plan:
             return shard
         dim, count = self._plan[name]
@@ -83,8 +83,8 @@ class TensorParallel:
     def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
     ) -> ShardedSums:
-        """Return sums for the optimizer's parameters over the ranks of a replica, a replicated tensor counted
-        on one, and over `groups`."""
+        """Return sums for the optimizer's parameters over a replica's ranks and over `groups`. A replicated
+        tensor is counted on one rank only."""
         if self._size == 1:
             return ShardedSums(None, groups)
         names = {parameter: name for name, parameter in named}
@@ -94,7 +94,7 @@ class TensorParallel:
 
 
 class ParallelLinear(Linear):
-    """Hold a rank's share of a linear layer."""
+    """Base of a rank's share of a linear layer."""
 
     def __init__(self, share: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -102,7 +102,7 @@ class ParallelLinear(Linear):
 
 
 class ColumnLinear(ParallelLinear):
-    """Map [..., in] -> [..., out / ranks]; the input is the same on every rank."""
+    """Map [..., in] -> [..., out / ranks]; the input is identical on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = column_product(x, self.weight, self._group)
@@ -118,7 +118,7 @@ class RowLinear(ParallelLinear):
 
 
 class ParallelEmbedding:
-    """Compute the tied embedding, decoder and loss, each rank with its rows of the vocabulary."""
+    """Compute the tied embedding, decoder and loss, with each rank's rows of the vocabulary."""
 
     def __init__(self, group: str, rank: int):
         self._group, self._rank = group, rank
@@ -131,26 +131,25 @@ class ParallelEmbedding:
         return column_product(x_PH, weight_VH, self._group)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return the sum of the cross entropies over the whole vocabulary; negative labels count for
-        nothing."""
+        """Return the sum of cross entropies over the whole vocabulary, ignoring negative labels."""
         return _CrossEntropy.apply(widened(logits_PV), labels_P, self._rank, self._group)
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return [2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label
-        has the greatest logit; both are 0 for a negative label. Has no gradient."""
+        """Return [2, P]: each position's cross entropy over the whole vocabulary, and 1 if its label has the
+        greatest logit; both are 0 for a negative label. Has no gradient."""
         with torch.no_grad():
             _, sum_P, label_P, *_ = _reduced_sums(widened(logits_PV), labels_P, self._rank, self._group)
         loss_P, real_P = sum_P.log() - label_P, labels_P >= 0
         return torch.stack([loss_P * real_P, ((label_P == 0) & real_P).to(loss_P.dtype)])
 
 
-# Collectives as operators of their own, so that a compiled block has them in its graph: Dynamo ends one at
-# torch's. A group goes by its name, as no graph holds an object.
+# Collectives as custom operators, so that a compiled block's graph includes them: torch's own break the
+# graph. Groups are passed by name, as a graph cannot store objects.
 
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Has no gradient of its own."""
+    """Return a copy reduced over the ranks by `operation`, SUM or MAX. Has no gradient."""
     out = x.contiguous().clone()
     dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))  # type: ignore[arg-type]
     return out
@@ -163,8 +162,8 @@ def _(x: Tensor, operation: str, group: str) -> Tensor:
 
 @torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
 def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Return gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
-    meanwhile."""
+    """Return the gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
+    during that sum."""
     grad_MK = product(grad_MN, weight_NK.t())
     work = dist.all_reduce(grad_MK, group=_resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
     grad_NK = product(grad_MN.t(), x_MK.t())
@@ -179,8 +178,7 @@ def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Ten
 
 
 def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """Return x @ weight.T, under autocast in its precision; the backward pass sums the input gradient over
-    ranks."""
+    """Return x @ weight.T, in autocast's dtype if enabled; backward sums the input gradient over ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -213,7 +211,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """Return (weight[ids], weight) with one gradient for both uses, as the model's own look-up."""
+    """Return (weight[ids], weight) with one gradient for both uses, like the model's own look-up."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, rank: int, group: str) -> tuple[Tensor, Tensor]:
@@ -233,11 +231,11 @@ class _LookUp(torch.autograd.Function):
 def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the terms of the cross entropy by two reductions of P and 2 P numbers, not a gather of P x V.
+    """Compute the terms of the cross entropy, reducing P and 2 P numbers instead of gathering P x V.
 
-    Returns, relative to the greatest logit of all ranks, exp_PV of this rank's columns, sum_P of all ranks'
-    exponentials and label_P, the label's logit (0 for a negative label); then the label's column here,
-    local_P, where mine_P says that it is one of them.
+    Returns, relative to the greatest logit over all ranks: exp_PV of this rank's columns, sum_P of all ranks'
+    exponentials, label_P, the label's logit (0 for a negative label), local_P, the label's local column, and
+    mine_P, True if this rank has that column.
     """
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]

@@ -1,8 +1,8 @@
-"""Train by ZeRO stage 1 (arXiv 1910.02054): every rank holds all weights, and optimizer state of some whole
-tensors.
+"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, and the optimizer state of some
+whole tensors.
 
-A gradient goes only to its owner, and the new weights come back from there: the bytes of one all-reduce.
-Tensors stay whole, so norms over a tensor (LAMB) and products with it (Muon) stay right.
+A gradient is sent only to its owner, which returns the new weights: as many bytes as one all-reduce. Tensors
+stay whole, so norms of a tensor (LAMB) and matrix products (Muon) remain exact.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from bert_dp.training.process import World
 
 MIB = 2**20
 DEFAULT_BUCKET_MIB = 25.0
-ALIGNED_BYTES = 16  # where a tensor begins: a graph compiled for one layer serves those of all
+ALIGNED_BYTES = 16  # alignment of tensors, so that a graph compiled for one layer serves all layers
 
 
 @dataclass
 class Bucket:
-    """Hold tensors of one owner: their weights lie in one buffer, their gradients in another, with zeros
-    between them."""
+    """Tensors of one owner: weights in one buffer, gradients in another, with zeros as padding."""
 
     owner: int
     names: list[str]
@@ -59,12 +58,12 @@ class Engine:
         self._works: list[Any] = []
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Share out the tensors. Raises ConfigError when there are more replicas than tensors."""
+        """Distribute the tensors. Raises ConfigError if there are more replicas than tensors."""
         self._tensor.shard_model(model)
         self._model = model
         self._parameters = dict(model.named_parameters())
         if len(self._parameters) < self.dp_size:
-            text = f"zero1 shares out {len(self._parameters)} tensors, too few for {self.dp_size} replicas"
+            text = f"zero1 distributes {len(self._parameters)} tensors, too few for {self.dp_size} replicas"
             raise ConfigError([Issue("parallel.engine", "conflict", text, "zero1", hint="use ddp or fsdp")])
         sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._owners = assign(sizes, self.dp_size)
@@ -76,8 +75,7 @@ class Engine:
         return model, self._optimizer
 
     def _make_buckets(self) -> list[Bucket]:
-        """Make buckets in the order in which the backward pass completes them; every rank makes the same
-        list."""
+        """Make buckets in the order in which backward completes them, identical on every rank."""
         open_buckets: dict[int, list[str]] = {}
         closed: list[list[str]] = []
         for name in reversed(self._parameters):
@@ -119,7 +117,7 @@ class Engine:
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def _send_complete(self) -> None:
-        """Reduce complete buckets to their owners, always in the same order on every rank."""
+        """Reduce complete buckets to their owners, in the same order on every rank."""
         while len(self._works) < len(self._buckets):
             bucket = self._buckets[len(self._works)]
             if bucket.missing:
@@ -130,7 +128,7 @@ class Engine:
 
     def step(self, max_norm: float) -> Tensor:
         for bucket in self._buckets:
-            bucket.missing.clear()  # a tensor without a gradient counts as zero
+            bucket.missing.clear()  # a missing gradient counts as zero
         self._send_complete()
         self._wait()
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums, norm_sums=self._norm_sums)
@@ -185,7 +183,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Assign an owner to each tensor: the largest first, each to the rank with the least so far."""
+    """Assign an owner to each tensor: largest tensors first, each to the rank with the smallest load."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -1,5 +1,4 @@
-"""Define a task: a run's model, data, loss and evaluation, which the loop does not know. A task is one
-file."""
+"""Define the interface of a task: a run's model, data, loss and evaluation. A task is one file."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from bert_dp.model.interface import Model
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives
 
-LENGTH_MULTIPLE = 16  # of a padded length: few shapes to compile
+LENGTH_MULTIPLE = 16  # padded lengths are multiples of it: few shapes to compile
 
 
 class MicroBatch(Protocol):
-    """Hold one micro batch, on the host until `to`; its other content is the task's."""
+    """One micro batch, on the host until `to`; its other fields depend on the task."""
 
     @property
     def sample_ids(self) -> NDArray[Any]:
@@ -37,10 +36,10 @@ class MicroBatch(Protocol):
 
 
 class Stream(Protocol):
-    """Yield the micro batches of a replica, in order."""
+    """Yield a replica's micro batches in order."""
 
     wait_s: float
-    """Seconds `next` has blocked so far."""
+    """Seconds for which `next` has blocked so far."""
 
     def next(self) -> MicroBatch: ...
 
@@ -49,27 +48,27 @@ class Stream(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
-    """Describe a task's data for checkpoints, the log and the summary."""
+    """Description of a task's data for checkpoints, the log and the summary."""
 
     data_hash: str
-    """SHA-256 in hexadecimal: a run goes on only with the data that it began with."""
+    """SHA-256 in hexadecimal; a run resumes only with identical data."""
     tokenizer: str | None
-    """SHA-256 of the tokenizer's file."""
+    """SHA-256 of the tokenizer file."""
     num_samples: int
-    """Samples of an epoch."""
+    """Samples in an epoch."""
     num_evaluated: int = 0
-    """Samples of an evaluation."""
+    """Samples in an evaluation."""
     tokenizer_file: Path | None = None
     """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
     uniform_entropy_nats: float | None = None
     tokens_per_sample: float | None = None
-    """Mean over an epoch, padding not counted; None = data.sequence_length."""
+    """Mean over an epoch, without padding; None = data.sequence_length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Hold what an evaluation needs beside the model."""
+    """Inputs of an evaluation other than the model."""
 
     comm: HostCollectives
     device: torch.device
@@ -77,74 +76,74 @@ class Context:
     dp_rank: int
     dp_size: int
     tensor: int
-    """Ranks of one replica: they see the same batches."""
+    """Ranks in one replica, which receive the same batches."""
     progress: Callable[[], None]
     """Called by the task after each batch."""
     stopped: Callable[[], bool]
-    """Called by the task before each batch, equally often on all ranks, which get the same answer.
+    """Called by the task before each batch; all ranks must call it equally often and get the same answer.
     Collective."""
     run_dir: Path | None = None
-    """The directory where this rank writes predictions of single examples; None = it writes none."""
+    """Directory in which this rank writes predictions per example; None = do not write."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
-        """Sum elementwise; every replica counts once. Collective."""
+        """Sum elementwise, counting each replica once. Collective."""
         sums: list[float] = self.comm.all_gather(values)[:: self.tensor].sum(0).tolist()
         return sums
 
 
 def write_or_warn(path: Path, text: str) -> None:
-    """Replace a file of an evaluation. Where that fails, print a warning: a full disk ends no run."""
+    """Replace a result file of an evaluation. On failure print a warning: a full disk must not stop a run."""
     try:
-        path.unlink(missing_ok=True)  # older results are not those of this model
+        path.unlink(missing_ok=True)  # older results belong to an earlier model
         files.write_text(path, text)
     except OSError as error:
         sys.stdout.write(f"warning: {path.name} could not be written: {error}\n")
 
 
 class Task(Protocol):
-    """Define the model, data, loss and evaluation of a run. A task is made from the configuration and the
+    """Define a run's model, data, loss and evaluation. A task is created from the configuration and the
     rank's device, without reading data.
 
-    A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`, and a parity
-    test of its own.
+    A new task is a file here, its name in TASKS and in `objective.name` of `config/schema.py`, and its own
+    parity test.
     """
 
     @property
     def flops_per_token(self) -> float | None:
-        """Model FLOPs of forward and backward per token of the input, by cost.py; None = unknown."""
+        """Model FLOPs of forward and backward per input token, from cost.py; None = unknown."""
 
     def open_data(self) -> DatasetInfo:
-        """Make or find the data; called once, before the ranks meet. Raises ConfigError."""
+        """Build or find the data; called once, before the rendezvous. Raises ConfigError."""
 
     def build_model(self, seed: int) -> Model:
         """Build a whole model on the CPU, the same on every rank."""
 
     def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> Stream:
-        """Return a replica's micro batches from `start_sample` on, a pure function of (seed, epoch, sample):
-        micro batches go round-robin to the replicas."""
+        """Return a replica's micro batches from `start_sample` on, a pure function of (seed, epoch, sample).
+        Micro batches are assigned to the replicas round-robin."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the SUM over the targets of a micro batch on the device, a device scalar."""
+        """Return the SUM over a micro batch's targets, a device scalar; the batch is on the device."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Return the targets of `count` samples of the stream, alike on every rank, without drawing them."""
+        """Return the number of targets in `count` samples, identical on every rank, without sampling them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Return the fields of files.models.HeldOut over all replicas; None when nothing is held out or
-        `context.stopped`. The model is in eval mode. Collective."""
+        """Return the fields of files.models.HeldOut over all replicas; None if there is no held-out data or
+        `context.stopped` returned True. The model is in eval mode. Collective."""
 
     def example_batch(self, micro_size: int) -> MicroBatch:
-        """Return a micro batch of the largest shapes, made of no data."""
+        """Return a synthetic micro batch of the largest shapes."""
 
 
 MakeTask = Callable[[Config, torch.device], Task]
 
 TASKS = {name: f"bert_dp.tasks.{name}" for name in ("mlm", "finetune", "distill")}
-"""objective.name -> the module whose `make_task` makes it."""
+"""Map from objective.name to the module whose `make_task` creates the task."""
 
 
 def make_task(config: Config, device: torch.device) -> Task:
-    """Make the task that the configuration names."""
+    """Create the configured task."""
     if config.task is not None:
         own: Task = load_function(config.task)(config, device)
         return own

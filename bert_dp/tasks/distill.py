@@ -1,6 +1,6 @@
-"""Distil the logits of a teacher into a student, on the examples of a prepared directory.
+"""Distil a teacher's logits into a student, on the examples in a prepared directory.
 
-Axes as in bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers of a vector.
+Axes as in bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers in a vector.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TABLES = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # of a 
 
 
 class Distillation(Finetuning):
-    """See `bert_dp.tasks.Task`. Evaluation is that of finetuning."""
+    """See `bert_dp.tasks.Task`. Evaluation is the same as in finetuning."""
 
     def open_data(self) -> DatasetInfo:
-        """Open the prepared directory and the logits of its train. Raises ConfigError."""
+        """Open the prepared directory and the logits of its train split. Raises ConfigError."""
         info = super().open_data()
         outputs = self._config.finetune.num_outputs
         self._logits_NL = read_logits(Path(self._config.distill.logits or ""), len(self._train), outputs)
@@ -73,7 +73,7 @@ class Distillation(Finetuning):
         return torch.lerp(loss, of_labels, distill.alpha)
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Count one target an example."""
+        """Count one target per example."""
         return count
 
     def example_batch(self, micro_size: int) -> LabelledBatch:
@@ -88,8 +88,8 @@ class Distillation(Finetuning):
 
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
-    """Overwrite the rows of the tokens that a run or a text file has vectors for. Raises ConfigError for a
-    file that cannot be read, has vectors of another width, or has no token of the vocabulary."""
+    """Overwrite the rows of tokens that have vectors in a run or a text file. Raises ConfigError for a file
+    that cannot be read, has vectors of another width, or contains no token of the vocabulary."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():
@@ -106,7 +106,7 @@ def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None
     widths = {len(row) for row in rows.values()}
     if widths != {width}:
         found = f"vectors of {', '.join(map(str, sorted(widths)))} numbers" if widths else "no known token"
-        message, hint = f"{path} has {found}, the model {width}", f"set model.hidden_size, which is {width}"
+        message, hint = f"{path} has {found}, but the model has {width}", "change model.hidden_size"
         raise ConfigError([Issue(setting, "conflict", message, str(path), "model.hidden_size", hint)])
     with torch.no_grad():
         for i, row in rows.items():

@@ -1,4 +1,4 @@
-"""Finetune for labels or scores of whole examples, by a prepared directory (bert_dp.examples).
+"""Finetune for labels or scores of whole examples, on a prepared directory (bert_dp.examples).
 
 Axes: B examples of a micro batch, S positions of its longest example, L labels.
 """
@@ -31,21 +31,21 @@ from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo, write_or_warn
 
 @dataclass(frozen=True)
 class LabelledBatch(TensorBatch):
-    """Hold labelled examples. `real_BS`: False for padding; None = there is none."""
+    """Labelled examples. `real_BS`: False for padding; None = no padding."""
 
     ids_BS: Tensor
     real_BS: Tensor | None
     labels: Tensor | None
-    """[B] int64 of classes or of scores in the parameters' precision, or [B, L] of independent labels."""
+    """[B] int64 classes, or scores in the parameters' dtype, or [B, L] independent labels."""
     seed_B: Tensor
     types_BS: Tensor | None
-    """Token types; None of a model that has none."""
+    """Token types; None for a model without them."""
     logits_BL: Tensor | None = None
-    """The teacher's logits, in a distillation."""
+    """The teacher's logits, in distillation."""
 
     @property
     def types(self) -> dict[str, Tensor]:
-        """Return the argument of a model with token types."""
+        """Return the argument for a model with token types."""
         return {} if self.types_BS is None else {"types_BS": self.types_BS}
 
 
@@ -59,8 +59,7 @@ class Finetuning:
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
     def open_data(self) -> DatasetInfo:
-        """Open the prepared directory. Raises ConfigError if it is damaged or the configuration does not fit
-        it."""
+        """Open the prepared directory. Raises ConfigError if it is damaged or does not fit the settings."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
         if issues := manifest.issues(self._config):
@@ -98,14 +97,14 @@ class Finetuning:
         return self._loss(logits, batch.labels)
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Count one target an example, or one for each of independent labels."""
+        """Count one target per example, or one per label if labels are independent."""
         return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Score every split with labels, each example counted once, and write predictions of all splits.
+        """Score every labelled split, counting each example once, and write predictions for all splits.
 
-        `loss` is the mean over the examples of dev (of MNLI, of both). Where the logits are not finite there
-        are no scores.
+        `loss` is the mean over the examples of dev (for MNLI, of both dev splits). There are no scores if
+        logits are not finite.
         """
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
@@ -113,7 +112,7 @@ class Finetuning:
             if logits_NL is None:
                 return None
             logits[name] = logits_NL
-        first = context.comm.world.rank == 0  # it alone loads what computes scores
+        first = context.comm.world.rank == 0  # only rank 0 imports the scoring packages
         measured: dict[str, Any] | None = context.comm.broadcast(self._measure(logits) if first else None)
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
@@ -160,7 +159,7 @@ class Finetuning:
         return result
 
     def example_batch(self, micro_size: int) -> LabelledBatch:
-        """Return random tokens, the last one of each example padding, so that the mask is there."""
+        """Return random tokens, with padding at the end of each example so that there is a mask."""
         config, outputs = self._config, self._config.finetune.num_outputs
         g = torch.Generator().manual_seed(config.run.seed)
         length = config.data.sequence_length
@@ -186,8 +185,8 @@ class Finetuning:
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
     def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
-        """Return the micro batch of these positions of the stream. Examples are sorted by length within their
-        global batch, which is a random set."""
+        """Return the micro batch at these stream positions. Examples are sorted by length within their global
+        batch, which is a random set."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size
         epoch, within = np.divmod(np.arange(first, first + size), n)
@@ -216,8 +215,8 @@ class Finetuning:
         return LabelledBatch(sample_ids, ids_BS, real, labels, seed_B, types_BS)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
-        """Yield this replica's batches, by length; every replica gets as many, filled up with the longest
-        example: engines that communicate in the forward pass stay together."""
+        """Yield this replica's batches, sorted by length. Every replica gets equally many, padded with the
+        longest example, so that engines which communicate in the forward pass stay synchronised."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))
@@ -227,10 +226,10 @@ class Finetuning:
             yield self._batch(examples, index_B, index_B, key32(hash64(0, index_B)))
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
-        """Return [n, L] of every example, in their order, on every rank; None when `context.stopped`.
-        Collective.
+        """Return [n, L] for all examples, in their order, on every rank; None if `context.stopped` returned
+        True. Collective.
 
-        What replicas compute more than once, to fill up their last batch, is averaged.
+        Averages the results of examples that several replicas compute to fill their last batch.
         """
         own_NL = np.zeros((len(examples), self._config.finetune.num_outputs))
         seen_N1 = np.zeros((len(examples), 1))

@@ -1,1 +1,1 @@
-"""One rank: its process, the train loop, checkpoints and metrics."""
+"""Run one rank: its process, the training loop, checkpoints and metrics."""

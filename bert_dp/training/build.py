@@ -46,7 +46,7 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Hold the checkpoint that a run goes on from."""
+    """Checkpoint that a run resumes from."""
 
     path: Path
     tensors: parallel.State
@@ -54,20 +54,20 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
+    """Raise ConfigError on a rank whose data differ from rank 0's: nodes may have separate caches.
     Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
-        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}"
-        hint = "name the same shards by data.path on every node"
+        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"
+        hint = "set data.path to the same shards on every node"
         raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to go on from: all ranks follow rank 0's choice and its error.
+    """Load the checkpoint to resume from; every rank follows rank 0's choice and raises its error.
 
-    policy: auto = the newest valid one of the run directory, if it has any at all; never; or a path. Raises
-    ConfigError when none that is there is valid, or settings or data differ that may not. Collective.
+    policy: auto = the newest valid one in the run directory, if it contains any; never; or a path. Raises
+    ConfigError if none of the existing ones is valid, or a fixed setting or the data differ. Collective.
     """
     if policy == "never":
         return None
@@ -77,12 +77,12 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
             found, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
         else:
             found, passed_over = checkpoint.resolve(policy), []
-        if found is None and passed_over:  # a new start would take the records of this one
-            hint = "look at the disk and run again, or choose another --run-dir"
-            message = f"no checkpoint of this run can be read: {passed_over[0]}"
+        if found is None and passed_over:  # starting over would overwrite this run's records
+            hint = "check the disk and run again, or choose another --run-dir"
+            message = f"none of this run's checkpoints can be read: {passed_over[0]}"
             raise ConfigError([Issue("", "damaged", message, hint=hint)])
         for problem in passed_over:
-            rank.log_rank0(f"checkpoint passed over: {problem}")
+            rank.log_rank0(f"checkpoint skipped: {problem}")
         return (str(found), sha256(found / "manifest.json")) if found else ("", "")
 
     chosen, manifest = rank.comm.from_rank_0("--resume", choose)
@@ -90,24 +90,24 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         return None
     path = Path(chosen)
     if not files.appears(path / "manifest.json", lambda file: sha256(file) == manifest):
-        message = f"rank {rank.comm.world.rank} does not see what rank 0 sees there"
-        hint = "use a run directory that all nodes share"
+        message = f"rank {rank.comm.world.rank} does not see the checkpoint that rank 0 chose"
+        hint = "use a run directory on a file system that all nodes share"
         raise ConfigError([Issue(str(path), "not_found", message, hint=hint)])
     tensors, facts = checkpoint.load(path)
     if changed := [*changed_settings(facts.config, rank.config), *changed_code(facts.code, rank.config)]:
-        hint = "undo it or use --resume never in another run directory"
+        hint = "undo the change, or use --resume never and another run directory"
         raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
         own = rank.data.data_hash[:16]
-        message = f"the run was trained on shards {facts.data_hash[:16]}, these are {own}"
+        message = f"the run was trained on shards {facts.data_hash[:16]}, but these are {own}"
         raise ConfigError([Issue("data", "conflict", message, own)])
     rank.log_rank0(f"resuming from {path.name}: {facts.samples} samples seen")
     return Checkpoint(path, tensors, facts)
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
-    """Choose the precision of all ranks by what all devices can do; under auto a run that goes on keeps its
-    own. Raises ConfigError for a model that needs another precision. Collective."""
+    """Choose one precision that the devices of all ranks support; under auto a resumed run keeps the one it
+    had. Raises ConfigError for a model that needs another precision. Collective."""
     config = rank.config
     chosen = decide_precision(
         config.precision,
@@ -125,7 +125,7 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
 def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Build the trainer, the state where it starts, and the tensors that it starts from, not yet loaded.
+    """Build the trainer; return it with the initial state and the tensors to start from, not yet loaded.
     `plan`: steps to profile. Raises ConfigError for a checkpoint of another model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
@@ -192,7 +192,7 @@ def build_trainer(
             folder,
             config.checkpoint,
             log_rank0=rank.log_rank0,
-            saved_step=state.step if is_saved else None,  # a run that is moved saves anew
+            saved_step=state.step if is_saved else None,  # a run that has moved saves again
         ),
         records=Records(rank.run_dir, rank.log_rank0),
         trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),
@@ -212,13 +212,13 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Cut the records back to the step that the run goes on from, before any rank writes. Collective."""
+    """Truncate the records at the step to resume from, before any rank writes. Collective."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
         for path in (*lines, *steps.glob("rank-*.jsonl")):
             files.cut_back(path, state.step if resumed else -1)
-        (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier start, which this one goes beyond
+        (run_dir / "summary.json").unlink(missing_ok=True)  # left by an earlier start
         if trainer.config.log.step_times:
             steps.mkdir(exist_ok=True)
         checkpoint.set_aside_after(run_dir / "checkpoints", state.step)
@@ -248,13 +248,13 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
             f"{init['checkpoint']}, SHA-256 {init['sha256'][:16]}"
         )
         if dropped := init["dropped"]:
-            lines.append(f"left out of it, as the model has no place for them: {', '.join(dropped)}")
+            lines.append(f"not loaded, because the model has no such tensors: {', '.join(dropped)}")
     for line in lines:
         trainer.log_rank0(line)
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """Add the facts that only a rank knows to environment.json (the launcher wrote the machine's part)."""
+    """Add the facts that only a rank knows to environment.json (the launcher has written the machine's)."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"
@@ -267,7 +267,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
-        "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
+        "cores": [format_cores(share) for share in placed.shares],  # for each rank on rank 0's node
         "config_hash": trainer.config.hash(),
         "code": trainer.metadata["code"],
         "precision": trainer.precision.name,

@@ -2,9 +2,9 @@
 
     checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
 
-A directory is complete exactly when it has its final name: it is written under a temporary one and
-renamed. What is loaded is the newest that verifies. Rank 0 writes in one thread beside training; the long
-parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave Python's lock to others.
+A directory with its final name is complete: it is written under a temporary name, then renamed. Loading uses
+the newest checkpoint that passes verification. Rank 0 writes in a background thread; the long parts of a save
+(safetensors since 0.8, SHA-256, fsync, the search for NaN) release Python's GIL.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent
 
 @dataclasses.dataclass
 class TrainState:
-    """Hold the progress of a run. The fields of SAVED are in state.json of a checkpoint; the others belong to
-    this start alone."""
+    """Progress of a run. A checkpoint's state.json stores the fields in SAVED; the others apply to this start
+    only."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """Completed optimizer steps."""
     samples: int = 0
-    """Taken from the stream."""
+    """Samples taken from the stream."""
     elapsed_s: float = 0.0
-    """Reading of rank 0's clock, when this was last saved."""
+    """Reading of rank 0's clock at the last save."""
     skipped_steps: int = 0
     """Count at the last line of metrics.jsonl or the last save; the meter counts on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """Logged losses that the next is compared with."""
+    """Logged losses to compare the next one with."""
     lr: float = 0.0
     """Learning rate of the last step."""
     global_batch: int = 0
-    """Samples of the last step."""
+    """Number of samples in the last step."""
     logged_step: int = 0
     final_loss: float | None = None
     heldout: Mapping[str, Any] | None = None
-    """The last measurements on held-out data, `loss` among them."""
+    """Latest measurements on held-out data, including `loss`."""
     evaluated_step: int | None = None
-    """Step of `heldout`."""
+    """Step at which `heldout` was measured."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
     abort_reason: Failure | None = None
-    """Failure for which the run must end."""
+    """Failure that requires the run to end."""
 
     @classmethod
     def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
-        """Return the state in which the run goes on from a checkpoint."""
+        """Return the state for resuming from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
     def request_abort(self, message: str | None, kind: FailureKind) -> None:
-        """End the run for this reason, unless it is None or there is one already."""
+        """Request the end of the run for this reason, unless it is None or a reason is already set."""
         if message is not None and self.abort_reason is None:
             self.abort_reason = Failure(message=message, kind=kind)
 
@@ -92,8 +92,8 @@ class TrainState:
 def save_checkpoint(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
-    """Write `folder`/step-NNNNNNNN, which is on the disk before it gets its name, and prune to the `keep`
-    newest. Rank 0 only. `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone."""
+    """Write `folder`/step-NNNNNNNN, synced to disk before it gets its name, and prune to the `keep` newest.
+    Rank 0 only. `trusted`: see prune. Raises OSError, leaving existing checkpoints as they were."""
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -112,7 +112,7 @@ def save_checkpoint(
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
-        if final.exists():  # of a run that another one replaces
+        if final.exists():  # left by a run that this one replaces
             _remove(final)
         temporary.rename(final)
     except BaseException:
@@ -125,7 +125,7 @@ def save_checkpoint(
 
 
 def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Write one safetensors file. Raises OSError, from the number in the text of safetensors' own error."""
+    """Write one safetensors file. Raises OSError, with the number parsed from safetensors' error message."""
     try:
         save_file(tensors, path)
     except SafetensorError as error:
@@ -137,12 +137,12 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Find a tensor with a NaN or an infinity among the weights and the optimizer's state."""
+    """Return the name of the first weight or optimizer tensor with a NaN or an infinity, else None."""
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
-            if not torch.stack(tensor.aminmax()).isfinite().all():  # a NaN is the extreme of its tensor
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax returns NaN if there is one
                 return name
     return None
 
@@ -158,9 +158,9 @@ def _step_of(path: Path) -> int:
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
 
-    What was set aside (set_aside_after) goes once the run has got as far again. The two newest that verify
-    stay (one at keep = 1), so a checkpoint goes only when enough newer ones are good. `trusted` are known to
-    be, and are not read again.
+    Directories renamed by set_aside_after are removed once the run has reached their step again. The two
+    newest checkpoints that pass verification are kept (one at keep = 1), so one is removed only when enough
+    newer ones are valid. `trusted` are known to be valid and are not read again.
     """
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -177,45 +177,46 @@ def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, renamed first: what is half removed must not look like one."""
+    """Remove a checkpoint, after renaming it: a half-removed one must not look complete."""
     with contextlib.suppress(OSError):
         path = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
     shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename checkpoints beyond `step`: a run that goes on from there must not meet them. Rank 0 only."""
+    """Rename checkpoints later than `step`, to hide them from a run resumed at that step. Rank 0 only."""
     for path in list_checkpoints(folder):
         if _step_of(path) > step:
             path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
 
 
 def check(path: Path) -> str | None:
-    """Find why `path` is not a valid checkpoint: every file that the manifest names has its size and hash."""
+    """Return why `path` is not a valid checkpoint, else None. Compares files with the manifest's sizes and
+    hashes."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
-            return f"{path}: the manifest is of version {manifest['version']}, this program reads {VERSION}"
+            return f"{path}: the manifest has version {manifest['version']}, but this program reads {VERSION}"
         if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
-            return f"{path}: the manifest does not name {', '.join(sorted(missing))}"
+            return f"{path}: the manifest does not list {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():
             file = path / Path(name).name
             size = file.stat().st_size
-            if not file.is_file():  # a pipe would never end
+            if not file.is_file():  # reading a pipe would never end
                 return f"{file}: not a regular file"
             if size != expected["bytes"]:
-                return f"{file}: {size} bytes, manifest says {expected['bytes']}"
+                return f"{file}: {size} bytes, but the manifest says {expected['bytes']}"
             if sha256(file) != expected["sha256"]:
                 return f"{file}: SHA-256 differs from the manifest's"
     except OSError as error:
         return f"{error.filename or path}: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{path / 'manifest.json'}: no manifest of a checkpoint ({type(error).__name__}: {error})"
+        return f"{path / 'manifest.json'}: not a checkpoint's manifest ({type(error).__name__}: {error})"
     return None
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that verifies, and why newer ones were passed over."""
+    """Return the newest checkpoint that passes verification, and the problem of each newer one."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         if (problem := check(path)) is None:
@@ -225,7 +226,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load the state (whole, on the host) and state.json. Raises ConfigError naming a broken file."""
+    """Load the state (whole, on the host) and state.json. Raises ConfigError for a broken checkpoint."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -244,8 +245,8 @@ def load_tensors(path: Path) -> State:
 
 
 def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
-    """Find tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer, where each
-    is a number, or has its parameter's type and shape."""
+    """List the tensors of a loaded checkpoint that do not match `model`. Weights must have the model's names,
+    types and shapes; optimizer state must be a number, or have its parameter's type and shape."""
     expected, weights, lines = model.state_dict(), state["model"], list[str]()
     if absent := sorted(expected.keys() - weights.keys()):
         lines.append(f"model.safetensors has no {', '.join(absent)}")
@@ -257,7 +258,7 @@ def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
     stepped = {key: key.rpartition("/")[0] for key in state["optimizer"]}
     parameters = [name for name, _ in model.named_parameters()]
     if stepped and (absent := sorted(set(parameters) - set(stepped.values()))):
-        lines.append(f"optimizer.safetensors has nothing for {', '.join(absent)}")
+        lines.append(f"optimizer.safetensors has no state for {', '.join(absent)}")
     for key, name in stepped.items():
         tensor = state["optimizer"][key]
         if name not in expected:
@@ -268,15 +269,14 @@ def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
 
 
 def kind(tensor: Tensor) -> str:
-    """Format type and shape, as in `float32 (3, 5)`."""
+    """Format a tensor's type and shape, as in `float32 (3, 5)`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def resolve(source: str) -> Path:
-    """Find the checkpoint at a path, or the newest valid one of a run directory or its checkpoints folder.
+    """Find the checkpoint at a path, or the newest valid one in a run directory or its checkpoints folder.
 
-    Newer ones that are damaged are named on stderr. Raises ConfigError when there is none, with the problem
-    of each.
+    Prints newer but damaged ones to stderr. Raises ConfigError if none is valid, with the problem of each.
     """
     path = Path(source)
     if (path / "manifest.json").exists():
@@ -287,7 +287,7 @@ def resolve(source: str) -> Path:
     newest, problems = newest_valid(folder)
     if newest is None:
         message = "no valid checkpoint there" if path.exists() else "does not exist"
-        missing = Issue(source, "not_found", message, hint="name a run or a checkpoint")
+        missing = Issue(source, "not_found", message, hint="pass a run directory or a checkpoint")
         raise ConfigError([missing, *(Issue("", "damaged", problem) for problem in problems)])
     for problem in problems:
         sys.stderr.write(f"warning: {problem}; using {newest.name}\n")
@@ -303,7 +303,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decide when a checkpoint is due, from values that all ranks share, so that all decide alike."""
+    """Decide when a checkpoint is due, from values that all ranks share, so that all ranks agree."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
         """`elapsed_s`: reading of the shared clock at the newest checkpoint."""
@@ -317,28 +317,29 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Count a save at this time for which training stood still for `pause_s`. Returns a line for the log
-        the first time that the interval grows."""
+        """Record a save at this time that paused training for `pause_s`. Returns a log line when the interval
+        first grows."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
         self._has_grown = True
         return (
-            f"a save takes {pause_s:.1f} s, more than 1 % of checkpoint.every_minutes: "
-            f"the next follows after {self._interval_s / 60:.1f} minutes"
+            f"a save takes {pause_s:.1f} s, more than 1 % of checkpoint.every_minutes; "
+            f"the next one follows in {self._interval_s / 60:.1f} minutes"
         )
 
 
 class NotFiniteError(ValueError):
-    """Raised for a state that must not become a checkpoint."""
+    """Raised for a state with a NaN or an infinity, which must not be saved."""
 
     failure_kind: FailureKind = "not_finite"
 
 
 class AsyncCheckpointer:
-    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's is given states.
+    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's receives states.
 
-    A failed save leaves the earlier checkpoints and is counted; `abort_reason` says whether the run ends.
+    A failed save leaves earlier checkpoints intact and is counted; `abort_reason` is set if it must end the
+    run.
     """
 
     def __init__(
@@ -351,14 +352,14 @@ class AsyncCheckpointer:
     ):
         self._folder, self._settings, self._log = folder, settings, log_rank0
         self.saved_step = saved_step
-        """Step of the newest checkpoint that is safe in `folder`; None without one."""
+        """Step of the newest checkpoint completely written to `folder`; None if there is none."""
         self.failed_saves = self.failed_writes = 0
         self.stall_s = 0.0
-        """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
+        """Seconds for which saving paused training: gathering, and waiting for an earlier write."""
         self.abort_reason: Failure | None = None
-        """The first failed save, where the policy is to stop the run."""
+        """First failed save, if checkpoint.on_error is `stop`."""
         self.problem: Failure | None = None
-        """The last save, if it failed."""
+        """Failure of the last save; None if it succeeded."""
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
         self._writing: Future[None] | None = None
         self._trusted: set[Path] = set()
@@ -370,8 +371,8 @@ class AsyncCheckpointer:
         return path_of(self._folder, self.saved_step)
 
     def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
-        """Gather the state and begin to write it, once an earlier write has ended: the host never holds two
-        states. With `keep` 0 nothing is written, and the step counts as safe. Collective."""
+        """Gather the state and start writing it. Waits for an earlier write first, so that the host never
+        stores two states. With `keep` 0, writes nothing and counts the step as saved. Collective."""
         if self._settings.keep == 0:
             self.saved_step = step
             return
@@ -383,7 +384,8 @@ class AsyncCheckpointer:
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for the write; return the newest step that is safe. Raises unexpected errors of the writer."""
+        """Wait for the write; return the newest saved checkpoint's step. Raises unexpected errors of the
+        writer."""
         self.close()
         if self._writing is not None:
             self._writing.result()
@@ -401,14 +403,14 @@ class AsyncCheckpointer:
         try:
             name = first_not_finite(state)
             if name is not None:
-                raise NotFiniteError(f"{name} holds a value that is not finite")
+                raise NotFiniteError(f"{name} contains a value that is not finite")
             self._folder.mkdir(exist_ok=True)
             try:
                 path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                prune(self._folder, min(keep, 2), self._trusted)  # makes room
+                prune(self._folder, min(keep, 2), self._trusted)  # to free space
                 path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
         except (OSError, NotFiniteError) as error:
             self._failed(step, error)
@@ -417,13 +419,13 @@ class AsyncCheckpointer:
             self.saved_step, self.problem = step, None
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """Count a failed save; warn of the first one in a row."""
+        """Count a failed save; log a warning for the first of several in a row."""
         self.failed_saves += 1
         if isinstance(error, OSError):
             self.failed_writes += 1
-        newest = "no good checkpoint yet"
+        newest = "there is no valid checkpoint yet"
         if self.saved_step is not None:
-            newest = f"the newest good checkpoint is {path_of(self._folder, self.saved_step).name}"
+            newest = f"the newest valid checkpoint is {path_of(self._folder, self.saved_step).name}"
         message = f"{path_of(self._folder, step).name} could not be saved: {error}; {newest}"
         if self.problem is None:
             self._log(f"warning: {message}")

@@ -1,4 +1,4 @@
-"""Choose the device of a rank, its cores and its precision; read its address, memory and energy."""
+"""Choose a rank's device, cores and precision; read its PCI address, memory and energy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from bert_dp.training.process import World
 @dataclasses.dataclass(frozen=True)
 class HostAndDevice:
     node: str
-    """Host name and, after a slash, boot identifier: images are copied with their names."""
+    """Host name, a slash and the boot identifier, because machines copied from one image share the name."""
     gpu: str | None
-    """domain:bus:device.function of the GPU, as sysfs names it; None on a CPU."""
+    """PCI address of the GPU as in sysfs, domain:bus:device.function; None on a CPU."""
 
 
 def own_host_and_device(device: torch.device) -> HostAndDevice:
@@ -38,14 +38,14 @@ def own_host_and_device(device: torch.device) -> HostAndDevice:
 
 
 def choose_device(setting: str, world: World) -> torch.device:
-    """Choose the device of this rank: the GPU of its local number, or the only one that it sees, which its
-    starter has chosen (srun --gpus-per-task=1). Raises ConfigError when there are more ranks than GPUs."""
+    """Choose this rank's device: the GPU with its local rank, or the only visible one, which the starter has
+    chosen (srun --gpus-per-task=1). Raises ConfigError if there are more ranks than GPUs."""
     if setting != "cpu" and torch.cuda.is_available():
-        # torch reads either variable at the first allocation. Unless the user has set one, segments grow in
-        # place: memory that other shapes have left in pieces is used, so larger micro batches fit
+        # torch reads either variable at the first allocation. Unless the user has set one, let segments
+        # grow in place: this reuses memory fragmented by other shapes, so larger micro batches fit
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        torch.cuda.init()  # before that whole GPUs are counted, also where each is divided (MIG)
+        torch.cuda.init()  # before it, torch counts whole GPUs even if they are partitioned (MIG)
     gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -53,22 +53,22 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        message = f"{setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}"
+        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but found {gpus}"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Select `device` before anything runs on a GPU, and let torch compute in a fixed order or as is fastest.
-    The dry run raises where torch knows no fixed order."""
+    """Select `device` before any GPU work, and make torch's kernels deterministic or allow the fastest ones.
+    In the dry run torch raises RuntimeError for an operation that has no deterministic kernel."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # inductor's setting follows, and is slow to load
+    # torch also sets inductor's option, which is slow to import
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
-    # what remains: flash attention, which torch then lets add in one order, and plain attention
+    # leaves flash attention, which torch then makes deterministic, and plain attention
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
     if device.type == "cuda":
@@ -80,12 +80,12 @@ Cores = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Hold the cores and threads that `set_affinity` has given."""
+    """Cores and threads assigned by `set_affinity`."""
 
     shares: tuple[Cores, ...]
-    """Cores of each rank of this node, or of this one alone; an empty share is not bound."""
+    """Cores of each rank on this node, or only of this rank; a rank with an empty share is not bound."""
     threads: int
-    """Threads of this rank: one for each of its cores, or OMP_NUM_THREADS where that is less."""
+    """Threads of this rank: one per core, or OMP_NUM_THREADS if that is less."""
 
     def __str__(self) -> str:
         if not any(self.shares):
@@ -94,9 +94,9 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Give this rank its cores and threads.
+    """Bind this rank to its cores and set its number of threads.
 
-    `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
+    `places`: host and device of every rank; () = only this rank. Other ranks' GPUs may be invisible here.
     """
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
@@ -110,11 +110,11 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of those that it may use.
+    """Bind this process to cores near its GPU, or to an equal share of the cores it may use.
 
-    `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks nothing
-    is bound. A rank that has fewer cores than its parent was bound on purpose (srun, numactl) and keeps them.
-    `root`: the directory that holds sys/.
+    `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks,
+    nothing is bound. A rank allowed fewer cores than its parent was bound on purpose (srun, numactl) and
+    keeps them. `root`: the directory that contains sys/.
     """
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
@@ -130,17 +130,17 @@ def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path 
 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
-    """Read OMP_NUM_THREADS; None when it is not set, no number above 0, or the 1 that torchrun sets."""
-    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is by level of nesting
+    """Return OMP_NUM_THREADS; None if it is unset, not a number above 0, or the 1 that torchrun sets."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is per nesting level
     if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
         return None
     return int(first) or None if first.isdecimal() else None
 
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
-    """Divide cores among ranks by the node that each one wants (None = any): equal shares, so that no rank
-    waits for one with fewer cores. All of a node's cores where they are fewer than its ranks; none where no
-    core of it is allowed, or where all cores are fewer than the ranks."""
+    """Split cores among ranks by preferred NUMA node (None = any), in equal shares so that no rank lags. A
+    node with fewer cores than ranks gives each rank all of them; () if none of its cores is allowed, or there
+    are fewer cores than ranks overall."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -153,8 +153,8 @@ def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]
 
 
 def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
-    """Group cores by NUMA node, threads of a physical core side by side, as sysfs has them; by default there
-    is one node, and every core is a physical one."""
+    """Group cores by NUMA node as listed in sysfs, with the threads of a physical core adjacent. Without that
+    information, all cores are on node 0 and each is a physical core."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for core in parse_cores(_read(folder / "cpulist")):
@@ -167,9 +167,10 @@ def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
 
 
 def pci_node(address: str, root: Path) -> int | None:
-    """Read the NUMA node of a PCI device, domain:bus:device.function; None when the kernel knows none."""
+    """Return a PCI device's NUMA node, address domain:bus:device.function; None if the kernel does not know
+    it."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
-    return int(text) if text.isdigit() else None  # -1 = not known
+    return int(text) if text.isdigit() else None  # -1 = unknown
 
 
 def parse_cores(text: str) -> list[int]:
@@ -192,7 +193,7 @@ def format_cores(cores: Iterable[int]) -> str:
 def _parent_affinity() -> Set[int]:
     try:
         return os.sched_getaffinity(os.getppid())
-    except OSError:  # it has gone, or is another user's
+    except OSError:  # the parent has exited, or belongs to another user
         return set()
 
 
@@ -204,16 +205,16 @@ def _read(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory that tensors free; otherwise every micro batch gets its large tensors from
-    the kernel again, page by page. Do nothing without mallopt."""
+    """Let glibc keep memory freed by tensors; otherwise each micro batch gets its large tensors from the
+    kernel again, page by page. Does nothing without mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no tensor in a mapping of its own
+        mallopt(-4, 0)  # M_MMAP_MAX: no separate mapping per tensor
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what was asked of it."""
+    """Wait until a GPU has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -223,27 +224,28 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this rank: reserved by the allocator on a GPU, resident set on a CPU."""
+    """Return this rank's peak memory in GiB: reserved by the allocator on a GPU, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux reports KiB
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Count a GPU's peak from here on; what its allocator holds and nobody uses, such as what compilation
-    tried, goes back first. The peak of a CPU rank stays: what a process has freed remains its own."""
+    """Reset a GPU's peak-memory counter, after releasing cached memory, such as autotuning's. Does not reset
+    the peak of a CPU rank, as freed memory stays with the process."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Count how often this rank's GPU allocator failed and freed what it kept, to retry; None on a CPU."""
+    """Return how often this rank's GPU allocator failed, released its cache and retried; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 
 def joules(device: torch.device) -> float | None:
-    """Read NVML's counter of this device: joules since its driver was loaded; None where there is none."""
+    """Return NVML's energy counter, in joules since the driver of this device was loaded; None without
+    one."""
     if device.type != "cuda":
         return None
     try:
@@ -254,14 +256,14 @@ def joules(device: torch.device) -> float | None:
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # it counts mJ
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # NVML counts mJ
     except pynvml.NVMLError:
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Hold the widths of the parameters and of autocast (None = no autocast)."""
+    """Data types of the parameters and of autocast (None = no autocast)."""
 
     name: str
     parameters: torch.dtype
@@ -272,35 +274,35 @@ class Precision:
 
 
 def precision_of(name: str) -> Precision:
-    """Return the widths of fp64, fp32, bf16 or fp16."""
+    """Return the Precision for fp64, fp32, bf16 or fp16."""
     wide = torch.float64 if name == "fp64" else torch.float32
     return Precision(name, wide, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name))
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether the device multiplies bf16 itself."""
+    """Return whether the device multiplies bf16 in hardware."""
     if device.type == "cpu":
         return bool(bf16_units())
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def choose_precision(setting: str, device: torch.device) -> Precision:
-    """Choose the precision of a process that runs alone; ranks agree on one (`build.agree_precision`)."""
+    """Choose the precision of a standalone process; the ranks of a run use `build.agree_precision`."""
     on_gpu = device.type == "cuda"
     native = setting == "auto" and has_bf16(device)
     return precision_of(decide_precision(setting, [], on_gpu=on_gpu, has_bf16=native))
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:
-    """Choose the precision of a model that only predicts: auto = bf16 on a GPU that multiplies it, else fp32.
-    fp32 means no autocast: the precision of the weights, whatever it is."""
+    """Choose the precision for inference: auto = bf16 on a GPU with bf16 hardware, else fp32. fp32 means no
+    autocast: the weights' own precision is used, whichever that is."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return precision_of(setting)
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """Multiply fp32 matrices in TF32 on a GPU beside bf16 or fp16; an fp32 run, whose MFU divides by the fp32
-    peak, multiplies in fp32."""
+    """Allow TF32 for fp32 matrix products on a GPU in bf16 and fp16 runs; an fp32 run, whose MFU divides by
+    the fp32 peak, multiplies in fp32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

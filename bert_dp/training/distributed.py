@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks, collectives of host values beside the gradients, and the shared clock."""
+"""Connect the ranks: rendezvous, collectives for host values, and the shared clock."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Exchange small host values on a gloo side group, beside the gradients.
+    """Exchange small host values on a gloo group separate from the gradients' group.
 
-    Every rank must call the same methods in the same order. Without a group they return their argument.
+    Every rank must call the same methods in the same order. Without a group, they return their argument.
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
@@ -46,7 +46,7 @@ class HostCollectives:
         return torch.stack(parts)
 
     def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an elementwise MAX over ranks; call the result to wait for it."""
+        """Start an elementwise maximum over ranks; call the returned function to wait for the result."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine.tolist
@@ -67,7 +67,7 @@ class HostCollectives:
         return gather_json(mine, self._group, torch.device("cpu"))[0]
 
     def from_rank_0(self, setting: str, choose: Callable[[], Any]) -> Any:
-        """Return on every rank the JSON value that `choose` gives rank 0, or raise its ConfigError, about
+        """Call `choose` on rank 0 and return its JSON value on every rank, or raise its ConfigError, about
         `setting`, on every rank. Collective."""
         value, issues = None, list[dict[str, Any]]()
         if self.world.rank == 0:
@@ -90,8 +90,8 @@ class HostCollectives:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
-    """Gather every rank's JSON value, in the order of the group's ranks, on a device that the group knows.
-    Collective. Torch's own collectives of objects unpickle, and so execute, what a peer sends."""
+    """Gather every rank's JSON value, in group-rank order, on a device that the group supports. Collective.
+    Torch's own object collectives unpickle, and so execute, whatever a peer sends."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = len(data)
@@ -104,8 +104,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[HostAndDevice, ...]]:
-    """Return the store of the ranks, and host and device of each, without a process group: NCCL's start
-    fails, or never ends, where two ranks have one GPU. Collective."""
+    """Return the ranks' store, and the host and device of each rank, without creating a process group: NCCL's
+    start fails or hangs if two ranks share a GPU. Collective."""
     mine = own_host_and_device(device)
     if world.size == 1:
         return dist.HashStore(), (mine,)
@@ -121,15 +121,15 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError for ranks that share a GPU, which NCCL refuses, and for a set of ranks (rank_sets)
-    that is spread over nodes."""
+    """Raise ConfigError if ranks share a GPU, which NCCL refuses, or a set of ranks (rank_sets) spans
+    nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
             host = shared.node.partition("/")[0]
-            message = f"ranks {', '.join(map(str, ranks))} have one GPU, {shared.gpu} of {host}"
-            hint = "start a rank for each GPU (--nproc), or give each task one (srun --gpus-per-task=1)"
+            message = f"ranks {', '.join(map(str, ranks))} share one GPU, {shared.gpu} on {host}"
+            hint = "start one rank per GPU (--nproc), or give each task one GPU (srun --gpus-per-task=1)"
             issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
     if issues:
         raise ConfigError(issues)
@@ -138,9 +138,9 @@ def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> No
 def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
-    """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
+    """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values.
 
-    `store`: None = rendezvous here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
+    `store`: None = rendezvous here. A single rank joins none unless `group_of_one` (ddp engine on one GPU).
     """
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
@@ -159,10 +159,10 @@ def connect(
 
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
-    """List the last `count` collectives that this rank has started, oldest first; [] without a recorder.
-    Sizes are of the inputs, in elements."""
+    """List the last `count` collectives that this rank has started, oldest first; [] without a flight
+    recorder. `sizes` are those of the inputs, in elements."""
     collectives: list[dict[str, Any]] = []
-    # what the other backends ran, and what NCCL ran; private to torch
+    # the flight recorders of the other backends and of NCCL; private to torch
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump else []
@@ -187,7 +187,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Hold a request to stop: none, a signal (after a checkpoint), or a failed run, which has precedence."""
+    """Request to stop: none, a signal (stop after a checkpoint), or a failed run, which takes precedence."""
 
     signal: int = 0
     failed: bool = False
@@ -197,11 +197,11 @@ class Stop:
 
 
 class SharedClock:
-    """Give every rank the same elapsed seconds, those of rank 0's clock, or with `spending` the share of a
-    budget in dollars or kWh, and the stop request of any rank.
+    """Give all ranks the same elapsed seconds, those of rank 0's clock, and the stop request of any rank.
+    With `spending`, give the spent share of a budget in dollars or kWh instead of seconds.
 
-    `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
-    sends when it expects the next step to begin: its reading plus the time of the step that ended last.
+    `exchange` returns the values sent one step earlier and sends the next ones, so no step waits for it. Rank
+    0 sends its reading at the expected start of the next step: now plus the last completed step's duration.
     """
 
     def __init__(
@@ -215,33 +215,33 @@ class SharedClock:
         self._now = now
         self._origin = now() - elapsed_s
         self.spending = spending
-        self._shared = 0.0 if spending else elapsed_s  # what the last exchange returned
+        self._shared = 0.0 if spending else elapsed_s  # result of the last exchange
         self.shared_elapsed_s = elapsed_s
-        """Rank 0's reading in the last exchange: the same on every rank."""
+        """Rank 0's reading in the last exchange, the same on every rank."""
         self._step_began_s = elapsed_s
         self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """Return this rank's own reading: for records, never for decisions."""
+        """Return this rank's own reading in seconds: for records, never for decisions."""
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return what is spent at a time of this clock: those seconds, or rank 0's reading of the share."""
+        """Return the amount spent by `elapsed_s`: those seconds, or on rank 0 the share of the budget."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds, for a checkpoint. Of a budget in hours progress never falls, also where
-        a run that goes on from it had expected a longer step."""
+        """Return the elapsed seconds, for a checkpoint. For a budget in hours at least the last shared
+        reading, which may expect a longer step, so that progress never decreases when the run resumes."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """Return what is spent at the beginning of this step, which never falls, and the request of any rank.
+        """Return the amount spent by the start of this step, never decreasing, and any rank's stop request.
 
-        The first exchange returns the elapsed_s that this clock began with, or rank 0's reading of the share.
-        The second waits for rank 0's reading: no step has been timed before. Collective.
+        The first exchange returns the initial elapsed_s, or rank 0's share of the budget. The second waits
+        for rank 0's reading, as no step has been timed before. Collective.
         """
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
@@ -253,13 +253,13 @@ class SharedClock:
         return self._shared, wanted
 
     def end_step(self) -> float:
-        """Time the step that began at the last exchange, in seconds; called before evaluation and saving."""
+        """Return this step's seconds, since the last exchange; call it before evaluation and saving."""
         self._step_s = self.elapsed_s() - self._step_began_s
         return self._step_s
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
-        """Return whether the reserve of a budget in dollars or kWh will be left after an evaluation or a save
-        (as long as the last one) now; True for other budgets. Collective."""
+        """Return whether an evaluation or a save now, as long as the last one, would leave the reserve of a
+        budget in dollars or kWh; True for other budgets. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
@@ -270,13 +270,13 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send what is spent after a pause, which the time of a step did not foretell. Collective."""
+        """Send the amount spent again after a pause, as the expected step excluded it. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)
 
     def poll_stop(self, stop: Stop) -> Stop:
-        """Exchange the request alone, between steps: the clock is not read. Collective."""
+        """Exchange only the stop request, between steps, without reading the clock. Collective."""
         if self._pending is None:
             self._send(self.shared_elapsed_s, stop)
             return self._receive()[2]
@@ -289,12 +289,12 @@ class SharedClock:
             self._receive()
 
     def _send(self, elapsed_s: float, stop: Stop) -> None:
-        """Start an exchange; of the time, and what is spent by then, only rank 0's reading counts."""
+        """Start an exchange; for the time and the amount spent, only rank 0's values count."""
         mine = (self.spent(elapsed_s), elapsed_s) if self._comm.world.rank == 0 else (0.0, 0.0)
         self._pending = self._comm.max_async([*mine, float(stop.signal), float(stop.failed)])
 
     def _receive(self) -> tuple[float, float, Stop]:
-        """Wait for the exchange that was started: what is spent, elapsed seconds, and the request."""
+        """Wait for the pending exchange; return the amount spent, elapsed seconds and stop request."""
         assert self._pending is not None
         spent, elapsed_s, signal, failed = self._pending()
         self._pending = None

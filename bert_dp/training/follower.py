@@ -1,4 +1,4 @@
-"""Start the process that shows and closes a run whose ranks our launcher has not started. Torch-free."""
+"""Start the process that displays and finishes a run not started by our launcher. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from bert_dp import files
 from bert_dp.config import Config, dump_config
 from bert_dp.training.process import World
 
-MODULE = "launcher.run.follow"  # a process of its own: its errors never reach the rank
+MODULE = "launcher.run.follow"  # a separate process: its errors never reach the rank
 READY_S, CLOSE_S = 60.0, 60.0
 
 
 class Follower:
-    """A context on rank 0. From `start` on a process of the launcher shows the lines of the run; when rank 0
-    leaves the context or is killed, it completes summary.json, writes the page and shows the result."""
+    """Context manager on rank 0. After `start`, a launcher process shows the run's lines; when rank 0 leaves
+    the context or is killed, that process completes summary.json, writes the page and shows the result."""
 
     def __init__(self, run_dir: Path, world: World):
         self._arguments = [str(run_dir), str(world.size), str(world.local_size)]
         self._run_dir = run_dir
         self._ours, self._theirs = socket.socketpair()
-        self._cores = os.sched_getaffinity(0)  # before this rank is bound to some of them
+        self._cores = os.sched_getaffinity(0)  # read before this rank is bound to a subset
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Follower:
         return self
 
     def start(self, config: Config) -> None:
-        """Write config.yaml, remove what an earlier start left about its end, start the process and wait
-        until it reads. Its stdout is the present one of this process. Raises OSError."""
+        """Write config.yaml, remove the error files and summary of an earlier start, start the process and
+        wait until it reads. It inherits this process's current stdout. Raises OSError."""
         logs = self._run_dir / "logs"
         logs.mkdir(exist_ok=True)
         for stale in (*logs.glob("rank-*.error.json"), self._run_dir / "summary.json"):
             stale.unlink(missing_ok=True)
         files.write_text(self._run_dir / "config.yaml", dump_config(config))
-        # a batch system signals every process of a job; blocked signals stay so in the child
+        # a batch system signals every process of a job; the child inherits the blocked signals
         before = signal.pthread_sigmask(signal.SIG_BLOCK, files.STOP_SIGNALS)
         cores = os.sched_getaffinity(0)
         try:

@@ -1,4 +1,4 @@
-"""Run the one loop: train_step, evaluate, save, train."""
+"""Train: train_step, evaluate, save, and the only loop, train."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rank:
-    """Describe one rank after the rendezvous, before it builds anything."""
+    """Context of one rank after the rendezvous, before it builds anything."""
 
     config: Config
     layout: BatchLayout
@@ -48,21 +48,21 @@ class Rank:
     log_errors: LogErrors = dataclasses.field(default_factory=LogErrors)
 
     def log_rank0(self, text: str) -> None:
-        """Write a line of rank 0's log; the launcher shows it."""
+        """Write a line to rank 0's log, which the launcher shows. Does nothing on other ranks."""
         if self.comm.world.rank == 0:
             sys.stdout.write(files.printable(text) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Rank):
-    """Hold everything that one rank trains with; made by build.py."""
+    """All objects that one rank trains with; created in build.py."""
 
     precision: Precision
     stream: Stream
     engine: Engine
     bare_model: Model
     model: nn.Module
-    """The model as the engine wraps it."""
+    """Model as wrapped by the engine."""
     optimizer: torch.optim.Optimizer
     num_parameters: int
     metadata: dict[str, Any]
@@ -75,12 +75,12 @@ class Trainer(Rank):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOutcome:
-    """Describe the end of `train`."""
+    """Result of `train`."""
 
     signal: int
-    """0 = the budget is spent, or `failure`."""
+    """Signal that stopped the run; 0 = the budget is spent, or `failure`."""
     failure: Failure | None
-    """Why the run ended itself; the same on every rank."""
+    """Reason for aborting the run, the same on every rank."""
 
 
 def train_step(
@@ -93,11 +93,11 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Run forward, backward, reduction, clipping and the optimizer step.
 
-    `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
-    device. `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss
-    over them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync.
-    Timed as compute_before_reduction: forward and backward up to the last micro batch's backward, before any
-    gradient is reduced.
+    `batches` yields `grad_accum_steps` micro batches, each fetched after the previous one has been moved to
+    the device. `num_targets` counts the step's targets over all replicas. Returns this replica's share of the
+    mean loss over them (the shares sum to it) and the reduced gradient norm, both device scalars; no host
+    sync. Times compute_before_reduction: forward and backward up to the last micro batch's backward, before
+    any gradient is reduced.
     """
     engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
@@ -122,8 +122,8 @@ def train_step(
 
 def dry_run(trainer: Trainer, start: State) -> None:
     """Run one synchronised step before the first real one: compile, find out-of-memory early, let DDP build
-    its buckets (at three ranks or more its first iteration reduces in another order). It takes no samples;
-    then the state is `start`. Collective."""
+    its buckets (at three ranks or more its first iteration reduces in another order). Takes no samples from
+    the stream; afterwards loads the state `start`. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
     train_step(
@@ -144,7 +144,7 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return the task's measurements on held-out data, without dropout. `stopped`, `run_dir`: see `Context`.
+    """Return held-out measurements of the task, without dropout. `stopped`, `run_dir`: see `Context`.
     Collective."""
     context = Context(
         comm=trainer.comm,
@@ -164,8 +164,8 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Train until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
-    to date. Collective."""
+    """Train until the budget is spent, any rank gets a signal or the run aborts; update `state`.
+    Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)
     meter.start(trainer.stream.wait_s)
@@ -174,7 +174,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
         heartbeat.enter("data", state.step + 1)
         spent, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
-            meter.timers.restart()  # the copies' wait for each other is excluded from their steps
+            meter.timers.restart()  # exclude the copies' waiting for each other
         progress = progress_at(config, state.step, state.samples, spent)
         if stop or progress >= 1.0:
             break
@@ -197,10 +197,10 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
             log_steps(trainer, state, clock)
         step_s = clock.end_step()
         if clock.spending is not None and not state.eval_s:
-            # the forward pass is a third of a step
+            # a forward pass costs a third of a step
             clock.spending.evaluation_s = step_s * trainer.data.num_evaluated / state.global_batch / 3
         evaluates = config.eval.every_steps and state.step % config.eval.every_steps == 0
-        if evaluates and clock.has_time_for("evaluation_s"):  # else the evaluation at the end is soon enough
+        if evaluates and clock.has_time_for("evaluation_s"):  # else evaluate at the end only
             with meter.paused():
                 evaluate_and_write(trainer, state, clock)
             clock.read_again(stop_request(trainer, state))
@@ -216,7 +216,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
 
 
 def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
-    """Yield the next `count` of the stream. The heartbeat is in phase `data` while one is awaited."""
+    """Yield the next `count` micro batches. The heartbeat is in phase `data` while waiting for one."""
     for _ in range(count):
         trainer.heartbeat.enter("data")
         batch = trainer.stream.next()
@@ -225,13 +225,13 @@ def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
 
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
-    """Return the request of this rank to all."""
+    """Return this rank's stop request."""
     failed = bool(state.abort_reason or trainer.checkpointer.abort_reason)
     return Stop(trainer.signals.received, failed)
 
 
 def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:
-    """Write the last line, evaluation and checkpoint. `stop`: what ended the loop, if not a spent budget."""
+    """Write the last line, evaluation and checkpoint. `stop`: the request that ended the loop, if any."""
     if state.step > state.logged_step:
         log_steps(trainer, state, clock)
     if not stop:
@@ -240,25 +240,25 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         state.request_abort(nothing, "not_finite" if state.step else "error")
     is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
-    if is_due:  # after the save: an error here must not cost the run
+    if is_due:  # after the save: an error here must not lose the run
         evaluate_and_write(trainer, state, clock)
-        if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
+        if state.step != state.evaluated_step:  # interrupted by a signal, or no held-out data
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
     failure = trainer.comm.broadcast_failure(state.abort_reason or trainer.checkpointer.abort_reason)
-    if failure is None:  # else the state may be what made it fail, and must not push out the good ones
+    if failure is None:  # a failed run must not replace good checkpoints
         failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
     return TrainingOutcome(0 if stop.failed else stop.signal, failure)
 
 
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
-    """Write a line of metrics.jsonl and check its loss and skipped steps. Collective."""
+    """Write a line of metrics.jsonl; check its loss and its skipped steps. Collective."""
     trainer.heartbeat.enter("log", state.step)
-    gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
+    gc.collect()  # full, as older objects are frozen; on all ranks at once, while the device works
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
     spent = clock.spent(elapsed_s)
-    progress = progress_at(trainer.config, state.step, state.samples, spent)  # after the step
+    progress = progress_at(trainer.config, state.step, state.samples, spent)  # including this step
     line = trainer.meter.flush(state, epoch=epoch, progress=progress, elapsed_s=elapsed_s)
     norm_pairs = trainer.engine.norm_pairs
     norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
@@ -279,7 +279,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
 
 
 def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
-    """Report and count a spike of the logged loss; remember it for the next ones."""
+    """Report and count a spike of the logged loss; store the loss for later comparisons."""
     recent = state.recent_losses
     if metrics.is_spike(loss, recent):
         state.loss_spikes += 1
@@ -303,7 +303,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.heldout, state.evaluated_step = measured, state.step
     if trainer.comm.world.rank == 0:
         with suppress(OSError):
-            files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
+            files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line per step
         line = {
             "step": state.step,
             "tokens": trainer.meter.tokens(state.samples),
@@ -315,8 +315,8 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
-    """Begin to save the run beside training. With `wait`, return once the state is safe, or the reason that
-    it is not, the same on every rank. Collective."""
+    """Start saving the run in the background. With `wait`, return when it is saved, or why it is not, the
+    same on every rank. Collective."""
     trainer.heartbeat.enter("save", state.step)
     checkpointer, comm = trainer.checkpointer, trainer.comm
     if wait and comm.broadcast(checkpointer.wait()) == state.step:

@@ -1,7 +1,5 @@
-"""Sum and time steps on the device: one sync, one gather, one record a log line; detect anomalies.
-
-Anomalies are loss spikes, skipped steps and divergence.
-"""
+"""Accumulate and time steps on the device (one sync, one gather and one record per log line); detect
+anomalies: loss spikes, skipped steps and divergence."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ from bert_dp.training.distributed import HostCollectives
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "compute_before_reduction")
-STRAGGLER_STEPS = 10  # over fewer steps one pause would make a rank a straggler
+STRAGGLER_STEPS = 10  # fewer steps would let one pause make a rank a straggler
 
 
-Mark = Any  # a point in time: a CUDA event on a GPU, seconds of the clock on a CPU
+Mark = Any  # point in time: a CUDA event on a GPU, seconds of the clock on a CPU
 
 
 class Timers:
-    """Measure seconds of each step, whole and by phase: CUDA events on a GPU, read at the next drain."""
+    """Measure seconds per step, total and by phase: with CUDA events on a GPU, read at the next drain."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -40,11 +38,11 @@ class Timers:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next step here, so that it excludes the time before."""
+        """Begin the next step here, excluding the time before."""
         self._step_start, self._host_start = self.mark(), time.perf_counter()
 
     def count(self, name: str, begin: Mark) -> None:
-        """Count the time since `begin` as `name`, one of TIMED."""
+        """Add the time since `begin` to the phase `name`, one of TIMED."""
         self._phases.append((name, begin, self.mark()))
 
     def end_step(self) -> None:
@@ -52,7 +50,7 @@ class Timers:
         host_s = time.perf_counter() - self._host_start
         phases, start = self._phases, self._step_start
         if self._cuda and phases and not phases[-1][1].query():
-            host_s = 0.0  # the device has not come to the last phase: it does not wait for the host
+            host_s = 0.0  # the device has not reached the end of the last phase: it lags behind the host
         self._phases = []
         self.restart()
         self._finished.append((phases, start, self._step_start, host_s))
@@ -71,8 +69,8 @@ class Timers:
 
     def drain(self) -> dict[str, list[float]]:
         """Return name -> seconds of each step since the last drain: TIMED, `step` (the whole step) and `host`
-        (until its last operation was enqueued; 0 where the GPU lagged, as the host may then have waited for
-        room in its queue). The device must be synchronised."""
+        (time to enqueue the step; 0 if the GPU fell behind, since the host may then have been blocked on a
+        full queue). The device must be synchronised."""
         steps = []
         for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
@@ -86,8 +84,8 @@ class Timers:
 def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
-    """Return the ratio of the slowest rank's own work over `steps` steps to the median of the others', and
-    the straggler: rank, ratio and the seconds per step that the others wait for it, or None."""
+    """Return the ratio of the slowest rank's compute time over `steps` steps to the median of the others, and
+    the straggler: rank, ratio and seconds per step that the others wait for it, or None."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
     slowest = max(compute_before_reduction_s)
@@ -102,8 +100,8 @@ def straggler(
 
 
 def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the seconds of each step in which the device waited for data: a host waits while its GPU still
-    computes, and only what the phases leave of the step is lost. `phases`: see `Timers.drain`."""
+    """Return the seconds per step in which the device waited for data. A host may wait while its GPU still
+    computes, so only the part of the step outside the phases counts. `phases`: see `Timers.drain`."""
     busy = zip(*(phases[name] for name in PHASES), strict=True)
     return [
         min(wait, max(0.0, step - sum(parts)))
@@ -112,7 +110,7 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Accumulate between log lines; `totals` (seconds, of all real steps) feed the summary."""
+    """Accumulate measurements between log lines, and `totals` (seconds, real steps only) for the summary."""
 
     def __init__(
         self,
@@ -125,27 +123,27 @@ class Meter:
         peak_flops: float | None,
         skipped: int = 0,
     ):
-        """`tokens_per_sample`: without padding; `skipped`: steps that the run has skipped before."""
+        """`tokens_per_sample`: without padding; `skipped`: steps that the run skipped before this start."""
         self._comm, self._device, self._layout = comm, device, layout
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
         self.compute_before_reduction_s = [0.0] * layout.world_size
-        """Seconds of each rank before any reduction, of all real steps."""
+        """Seconds per rank before any reduction, over all real steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
         self._row = torch.zeros_like(self.skipped)
         self.steps: dict[str, Any] = {}
-        """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
+        """Line of steps/rank-N.jsonl: this rank's steps of the last flush."""
         self.measured: dict[str, float | None] = {}
-        """Metrics of the last line that the summary and the page show by their names."""
+        """Metrics of the last line that the summary and the page show by name."""
         self.skipped_in_a_row = 0
-        """Skipped steps up to the last line, that of the line included."""
+        """Number of consecutive skipped steps up to the last line, including its own step."""
         self.start(0.0)
 
     def start(self, wait_s: float) -> None:
-        """Begin timing; `wait_s` is the stream's data wait so far."""
+        """Start timing; `wait_s` is the stream's data wait so far."""
         self._start = time.perf_counter()
         self._paused_s = 0.0
         self._steps = self._samples = self._micro = 0
@@ -153,8 +151,8 @@ class Meter:
         self.timers.restart()
 
     def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
-        """Take the device scalars of one step, this replica's share of the mean loss and the reduced norm,
-        and the stream's data wait so far. No sync."""
+        """Record the device scalars of one step (this replica's share of the mean loss, the reduced norm) and
+        the stream's data wait so far. No sync."""
         self._loss, self._norm = loss, norm
         bad = ~norm.isfinite()
         self.skipped += bad
@@ -167,7 +165,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the block, such as an evaluation or a save, from the time of steps."""
+        """Exclude the block, such as an evaluation or a save, from step times."""
         synchronize(self._device)
         start = time.perf_counter()
         yield
@@ -176,8 +174,8 @@ class Meter:
         self.timers.restart()
 
     def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> dict[str, Any]:
-        """Return a line of metrics.jsonl: times and rates are means over the steps since the previous line,
-        `lr` and `global_batch` those of the step. One sync, one gather. Collective."""
+        """Return a line of metrics.jsonl. Times and rates are means over the steps since the previous line,
+        `lr` and `global_batch` those of this step. One sync, one gather. Collective."""
         synchronize(self._device)
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
@@ -190,7 +188,7 @@ class Meter:
         self.total_steps += self._steps
         self.total_samples += self._samples
         self.total_micro += self._micro
-        # a metric more is a line here: metrics.jsonl, the summary and the page have it under its name
+        # to add a metric, add a key here: it then appears in metrics.jsonl, the summary and the page
         self.measured = {"grad_norm": float(self._norm)}
         line = {
             "step": state.step,
@@ -198,7 +196,7 @@ class Meter:
             "tokens": self.tokens(state.samples),
             "epoch": epoch,
             "progress": progress,
-            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # ranks of a replica hold the same share
+            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # equal on the ranks of a replica
             "lr": state.lr,
             "global_batch": state.global_batch,
             "micro_batch": self._layout.micro_size,
@@ -217,8 +215,8 @@ class Meter:
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """Gather [N, 7] of every rank since the last line: loss share, peak memory in GiB, seconds of data
-        wait, TIMED and all. Leave this rank's own steps in `steps`."""
+        """Gather [N, 7], each rank's values since the last line: loss share, peak memory in GiB, seconds of
+        data wait, of TIMED and of the interval. Stores this rank's own steps in `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
@@ -232,11 +230,11 @@ class Meter:
         return self._comm.all_gather([float(self._loss), memory_gib, sum(waits), *sums, seconds])
 
     def tokens(self, samples: int) -> int:
-        """Return the tokens of so many samples; each counts as if it had the mean length."""
+        """Return the tokens in `samples` samples, at the mean length."""
         return round(samples * self._tokens_per_sample)
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
-        """Return the throughput over all replicas; `micro`: micro-batch steps summed over replicas."""
+        """Return throughput over all replicas; `micro`: micro-batch steps summed over replicas."""
         tokens_per_s = samples * self._tokens_per_sample / seconds
         per_gpu, peak = tokens_per_s / self._layout.world_size, self._peak_flops
         return {
@@ -249,30 +247,30 @@ class Meter:
         }
 
     def total_rates(self) -> dict[str, Any]:
-        """Return the rates over all real steps of this process; all None before the first flush."""
+        """Return throughput over all real steps of this process; all None before the first flush."""
         if not self.total_steps:
             return dict.fromkeys(self.rates(1, 1, 1, 1.0))
         return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
 
 
-# torch's counters of DDP's reductions are private, so each of these functions may find nothing
+# torch's counters of DDP reductions are private, so these functions may find none
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
-    """Let DDP time one step in so many, beside its first ten; on a GPU each costs a synchronisation."""
+    """Let DDP time every `every_steps`-th step, in addition to its first ten; on a GPU each costs a sync."""
     if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
         model._set_ddp_runtime_logging_sample_rate(every_steps)
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reductions that no backward pass covered, in the step that DDP timed last."""
+    """Return the seconds of reductions not overlapped by a backward pass, in the step that DDP timed last."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
 
 
 def bucket_bytes(model: Any) -> list[int]:
-    """Return the bytes of DDP's reduction buckets; empty under other engines."""
+    """Return the sizes of DDP's reduction buckets in bytes; empty for other engines."""
     data = _ddp_logging_data(model)
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
     return [int(size) for size in sizes.split(",") if size.strip()]
@@ -282,47 +280,47 @@ def _ddp_logging_data(model: Any) -> dict[str, Any]:
     return dict(model._get_ddp_logging_data()) if hasattr(model, "_get_ddp_logging_data") else {}
 
 
-WINDOW = 128  # logged losses that a spike is seen against, and its height: OLMo-core's SkipStepOptimizer
+WINDOW = 128  # logged losses to compare with; WINDOW and SIGMAS: OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
-MIN_LOSSES = 16  # logged losses from which a standard deviation is meaningful
-FP16_SKIPS = 16  # allowed on top: the scaler starts at 2^16 and halves at each skip until it is 1
+MIN_LOSSES = 16  # logged losses needed for a meaningful standard deviation
+FP16_SKIPS = 16  # additional allowance: the scaler halves at each skip, from 2^16 down to 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Return True if a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
-    if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
+    """Return whether a logged loss exceeds the mean of the previous ones by SIGMAS standard deviations."""
+    if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # non-finite steps are counted elsewhere
         return False
     return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)
 
 
 def has_diverged(heldout_loss: float, step: int) -> str | None:
-    """Return the reason to stop when the held-out loss is no number."""
+    """Return the reason to stop if the held-out loss is not finite, else None."""
     if math.isfinite(heldout_loss):
         return None
     return f"the held-out loss after step {step} is {heldout_loss}: the model has diverged; lower optim.lr"
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
-    """Return the reason to stop when too many steps in a row had a gradient that is not finite, up to `step`,
-    whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
+    """Return the reason to stop if too many steps in a row, up to `step` with learning rate `lr`, had a
+    gradient that is not finite. Called only when a line is logged, so that no step waits for the device."""
     most = config.run.max_skipped_in_a_row
     if in_a_row < most + (FP16_SKIPS if precision == "fp16" else 0):
         return None
     return (
         f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, at "
-        f"learning rate {lr:.3g}; run.max_skipped_in_a_row is {most}; {_advice(config, precision)}"
+        f"learning rate {lr:.3g} (run.max_skipped_in_a_row is {most}); {_advice(config, precision)}"
     )
 
 
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
-    """Return why a run has failed that took no step, or skipped every one; None for others."""
+    """Return the reason for a failure if the run took no step or skipped every step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
-        return f"schedule.{unit}: set-up and the reserve for the end spend it before the first step; raise it"
+        return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
     if not step or skipped < step:
         return None
     return (
-        f"all {step} steps had a gradient that is not finite and were skipped: the weights are those that "
-        f"the run began with; {_advice(config, precision)}"
+        f"all {step} steps had a gradient that is not finite and were skipped, so the weights have not "
+        f"changed; {_advice(config, precision)}"
     )
 
 

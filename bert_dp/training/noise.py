@@ -1,7 +1,7 @@
 """Estimate the gradient noise scale B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162,
-A.1): the batch beyond which more samples a step begin to be wasted.
+A.1), the batch size beyond which additional samples per step bring diminishing returns.
 
-NormPairs collects, per step, squared gradient norms at two batches; `estimate` makes the figure of them.
+NormPairs collects squared gradient norms at two batch sizes per step; `estimate` computes B_simple from them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from bert_dp.cost import student
 from bert_dp.files.models import NoiseScale
 from bert_dp.training.distributed import HostCollectives
 
-WINDOW = 200  # steps that the summary's figure is of: the scale grows over a run
+WINDOW = 200  # steps used for the summary: the scale grows over a run
 MIN_STEPS = 50
 BLOCKS = 20
 T_95, T_999 = (student(BLOCKS - 1, level) for level in (0.95, 0.998))  # two-sided 95 %, one-sided 99.9 %
 
 CommHook = Callable[[Any, Any], Any]
-"""A hook of DDP: (state, bucket) -> future of the reduced bucket."""
+"""DDP communication hook: (state, bucket) -> future of the reduced bucket."""
 
 
 class NormPairs:
-    """Collect for each step the norms of the mean gradient over a small batch and over the global one, before
+    """Collect two norms per step, of the mean gradient over a small batch and over the global batch, before
     clipping, on the device until `drain`. Does nothing without log.noise_scale.
 
-    With several replicas the small batch is a replica's own; a lone one's is its first micro batch.
+    With several replicas the small batch is one replica's share; with one it is the first micro batch.
 
-    `share`: what a gradient of a replica holds before the reduction, over the mean of its samples' gradients.
+    `share`: factor of a replica's gradient before the reduction, relative to its samples' mean gradient.
     """
 
     def __init__(self, config: Config, dp_size: int, *, share: float = 1.0):
@@ -48,7 +48,7 @@ class NormPairs:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all steps, the open one too."""
+        """Discard all steps, including the current one."""
         self._ended.clear()
         self._begin()
 
@@ -58,22 +58,22 @@ class NormPairs:
         self._loss_scale: Tensor | None = None
 
     def reducing(self, gradient: Tensor) -> None:
-        """Measure a part of this replica's whole gradient that is about to be reduced."""
+        """Record the norm of a part of this replica's gradient that is about to be reduced."""
         if self.on and self._dp_size > 1:
             self._parts.append(torch.linalg.vector_norm(gradient))
 
     def before(self, reduce: CommHook) -> CommHook:
-        """Return `reduce` with each of its buckets measured first."""
+        """Return a hook that records the norm of each bucket before `reduce`."""
 
         def measured(state: Any, bucket) -> Any:
             self.reducing(bucket.buffer())
             return reduce(state, bucket)
 
-        measured.__annotations__.clear()  # torch compares them with types, and here they are text
+        measured.__annotations__.clear()  # torch compares them with types, but here they are strings
         return measured
 
     def end_micro(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Note that a micro batch's gradient has been added."""
+        """Record that a micro batch's gradient has been added."""
         if not self.on:
             return
         self._num_micro += 1
@@ -86,18 +86,18 @@ class NormPairs:
             self._parts = list(torch._foreach_norm([p.grad for p in parameters]))
 
     def end_step(self, norm: Tensor) -> None:
-        """End the step. `norm`: of the reduced gradient, unscaled, before clipping."""
+        """Complete the step. `norm`: of the reduced gradient, unscaled, before clipping."""
         if not self.on:
             return
-        # a lone replica's first micro batch stands for 1 / num_micro of the step's mean
+        # with one replica, the first micro batch contributes 1 / num_micro of the step's mean
         own = torch.stack(self._parts).norm() * (self._num_micro if self._dp_size == 1 else 1 / self._share)
         own = own if self._loss_scale is None else own / self._loss_scale
         self._ended.append((own, norm, self._num_micro))
         self._begin()
 
     def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
-        """Return lines of noise.jsonl for the steps since the last drain, `step` the last of them; a new line
-        where the batch changes. Steps that were skipped or had one batch only are left out. Collective."""
+        """Return the lines of noise.jsonl for the steps since the last drain up to `step`, a new one whenever
+        the batch size changes. Omits skipped steps and steps of only one batch. Collective."""
         ended, self._ended = self._ended, []
         if not ended:
             return []
@@ -120,24 +120,24 @@ class NormPairs:
 def estimate(
     small_sq: Sequence[float], big_sq: Sequence[float], b_small: ArrayLike, b_big: ArrayLike
 ) -> NoiseScale:
-    """Estimate B_simple from squared gradient norms of steps at batch b < B, one number or one a step.
+    """Estimate B_simple from squared gradient norms at batch sizes b < B, each one number or one per step.
 
         E |g_b|^2 = |G|^2 + tr(Sigma) / b, so per step, without bias,
         |G|^2      = (B |g_B|^2 - b |g_b|^2) / (B - b)
         tr(Sigma)  = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
 
-    Both are averaged over the steps before they are divided. The interval is Fieller's: all ratios x with
-    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), the variance from 20 blocks of consecutive
-    steps. Inconclusive: fewer than 50 steps, or |G|^2 or tr(Sigma) not above 0 at 99.9 %.
+    Both are averaged over the steps before division. The interval is Fieller's: all ratios x with (mean tr -
+    x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), with the variance from 20 blocks of consecutive steps.
+    Inconclusive with fewer than 50 steps, or if |G|^2 or tr(Sigma) is not above 0 at 99.9 %.
     """
     small_N, big_N, b_N, B_N = np.broadcast_arrays(
         *(np.asarray(x, np.float64) for x in (small_sq, big_sq, b_small, b_big))
     )
     if not (b_N < B_N).all():
-        raise ValueError("the small batch must be below the big one")
+        raise ValueError("the small batch must be smaller than the big one")
     steps = small_N.size
     if steps < MIN_STEPS:
-        reason = f"{steps} measured steps, fewer than {MIN_STEPS}"
+        reason = f"only {steps} measured steps, at least {MIN_STEPS} are needed"
         return NoiseScale(steps=steps, verdict="inconclusive", reason=reason)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
     grad, trace = both_2N.mean(1)
@@ -158,7 +158,7 @@ def estimate(
 
 
 def estimate_of_run(run_dir: Path) -> NoiseScale:
-    """Estimate over the last WINDOW measured steps of a run, from its noise.jsonl."""
+    """Estimate the noise scale over the last WINDOW measured steps in a run's noise.jsonl."""
     pairs: collections.deque[tuple[float, float, int, int]] = collections.deque(maxlen=WINDOW)
     for line in files.read_lines(run_dir / "noise.jsonl"):
         batches = itertools.repeat(line["small_batch"]), itertools.repeat(line["big_batch"])

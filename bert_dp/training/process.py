@@ -1,8 +1,8 @@
-"""Set up a rank before it imports torch (world, signals, log, error file) and write its heartbeat and
-records. Torch-free.
+"""Set up a rank before it imports torch (world, signals, log, error file); write its heartbeat and records.
+Torch-free.
 
-The heartbeat is a memory-mapped file that the launcher may read: writing it stores to memory, without a
-system call, and nothing depends on a reader.
+The heartbeat is a memory-mapped file that the launcher may read. Writing it is a store to memory, without a
+system call, and does not depend on a reader.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 
-GC_THRESHOLD = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
+GC_THRESHOLD = 100_000  # objects; each recomputed block leaves 7, some 0.5 KB
 
 
 class RunFailed(RuntimeError):
-    """Raised when all ranks have ended the run together; the message is the cause."""
+    """Raised after all ranks have stopped the run together; the message is the cause."""
 
     def __init__(self, cause: str, failure_kind: FailureKind = "error"):
         super().__init__(cause)
@@ -41,7 +41,7 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Remember the first stop signal after `catch`; the loop reads it once per step."""
+    """Store the first stop signal after `catch`; the loop reads it once per step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -56,10 +56,10 @@ class Signals:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect garbage only on gc.collect() within the block, and never among the objects that exist now.
+    """Disable automatic garbage collection in the block, except after GC_THRESHOLD new objects; gc.collect()
+    still works. Objects that exist on entry are never examined.
 
-    Otherwise Python would pause each rank at a step of its own, and all others with it. It still collects
-    once GC_THRESHOLD objects have accumulated.
+    Otherwise Python would pause each rank at a different step, and all other ranks with it.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -73,14 +73,14 @@ def gc_paused() -> Iterator[None]:
 
 
 class LogErrors:
-    """Count the writes of this process's log that failed, for summary.json."""
+    """Count this process's failed writes of its log, for summary.json."""
 
     def __init__(self) -> None:
         self.failed_writes = 0
 
 
 class TolerantFile(io.FileIO):
-    """Write to an open file descriptor; count and drop the writes that fail."""
+    """Write to an open file descriptor; count and discard failed writes."""
 
     def __init__(self, descriptor: int, errors: LogErrors):
         super().__init__(descriptor, "w", closefd=False)
@@ -96,7 +96,7 @@ class TolerantFile(io.FileIO):
 
 
 class LogStream(io.TextIOWrapper):
-    """Write text to a descriptor: mask secrets, flush at the end of each line, raise no OSError."""
+    """Write text to a descriptor: mask secrets, flush after each line, raise no OSError."""
 
     def __init__(self, descriptor: int, errors: LogErrors):
         raw = io.BufferedWriter(TolerantFile(descriptor, errors))
@@ -109,7 +109,7 @@ class LogStream(io.TextIOWrapper):
 
 
 class Records:
-    """Append lines to the records of a run directory."""
+    """Append lines to the records in a run directory."""
 
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
@@ -117,19 +117,19 @@ class Records:
         self.failed_writes = 0
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, to the record `name`. Warn of its first line that is lost."""
+        """Append `line`, which has a `step`, to the record `name`. Warns about the first line lost."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
             self.failed_writes += 1
             if name not in self._incomplete:
                 self._incomplete.add(name)
-                self._log(f"warning: step {line['step']} is missing in {name}: {error}")
+                self._log(f"warning: could not write step {line['step']} to {name}: {error}")
 
 
 def redirect_output(rank: int, errors: LogErrors) -> None:
-    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a line that
-    separates it from an earlier process's, and stacks on SIGUSR2 to rank-N.stack; count failed writes."""
+    """Append all output of this process to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a separator
+    line if an earlier process wrote there; append stacks on SIGUSR2 to rank-N.stack. Counts failed writes."""
     sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
     if folder := os.environ.get(files.LOG_DIR):
         try:
@@ -147,8 +147,8 @@ def redirect_output(rank: int, errors: LogErrors) -> None:
 
 
 def show_stacks_on_signal(rank: int) -> None:
-    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack, or to stderr without it,
-    also while C code holds the interpreter lock."""
+    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack (stderr if it is unset),
+    even while C code holds the interpreter lock."""
     file: IO[str] = sys.stderr
     if folder := os.environ.get(files.LOG_DIR):
         with contextlib.suppress(OSError):  # a full disk
@@ -157,9 +157,9 @@ def show_stacks_on_signal(rank: int) -> None:
 
 
 def follow_launcher() -> None:
-    """End this process as soon as the launcher has ended, in whatever way.
+    """Exit as soon as the launcher has exited, however it ended.
 
-    torchrun puts every worker into a session of its own, so nothing else would.
+    torchrun puts each worker into a separate session, so nothing else would stop this process.
     """
     pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
@@ -174,7 +174,7 @@ def follow_launcher() -> None:
 
     def watch() -> None:
         poller = select.poll()
-        poller.register(descriptor, select.POLLIN)  # readable once the process has ended
+        poller.register(descriptor, select.POLLIN)  # readable once the launcher has exited
         poller.poll()
         os._exit(1)
 
@@ -184,17 +184,17 @@ def follow_launcher() -> None:
 def record_error(rank: int, error: BaseException) -> None:
     """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log.
 
-    In this order: once the launcher sees the file it shows no more of the log, and its report comes first.
+    The order matters: once the launcher finds the file, it stops showing the log and reports the cause first.
     """
-    secrets = files.secret_values(os.environ)  # a library may have put one into its message
+    secrets = files.secret_values(os.environ)  # a library's message may contain one
     folder = os.environ.get(files.LOG_DIR)
     if folder:
         path = Path(folder) / f"rank-{rank}.error.json"
-        with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
+        with contextlib.suppress(OSError):  # on a full disk the log still has the cause
             files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
-    elif isinstance(error, RunFailed):  # no line of code is the place of it
+    elif isinstance(error, RunFailed):  # not raised by any one line of code
         text = f"error: {error}\n"
     else:
         text = "".join(traceback.format_exception(error))
@@ -202,7 +202,7 @@ def record_error(rank: int, error: BaseException) -> None:
 
 
 def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
-    """Describe an exception with the innermost frame of our code or the user's."""
+    """Describe an exception with the innermost frame in our code or the user's."""
     agreed = isinstance(error, RunFailed)
     frames = [] if agreed else traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if files.is_own_code(frame.filename)]
@@ -229,7 +229,7 @@ PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = files.BEAT_SLOTS.values()
 
 
 class HeartbeatWriter:
-    """Write the heartbeat of one rank; `files.Heartbeat` defines the fields."""
+    """Write one rank's heartbeat; `files.Heartbeat` defines the fields."""
 
     def __init__(self, path: Path):
         self._memory = _map(path)
@@ -242,8 +242,8 @@ class HeartbeatWriter:
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases of
-        files.IN_STEP take turns within a step and do not restart the count of pieces."""
+        """Enter a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases in
+        files.IN_STEP alternate within a step and do not reset the count of completed pieces."""
         slots = self._slots
         if step is not None:
             slots[STEP] = step
@@ -254,19 +254,19 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def progress(self) -> None:
-        """Count a finished piece of the phase: a micro batch, an evaluation batch."""
+        """Count a completed piece of the phase: a micro batch or an evaluation batch."""
         slots = self._slots
         slots[DONE] += 1
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, once
-        for each silence."""
+        """Let the heartbeat's thread call `report(progress)` once per silence, after `after_s` seconds
+        without progress."""
         self._silence = after_s, report
 
     def close(self) -> None:
-        """Stop the thread; the file stays."""
+        """Stop the thread; the file remains."""
         self._stopped.set()
 
     def _live(self) -> None:
@@ -279,15 +279,15 @@ class HeartbeatWriter:
             progress, silent_s = slots[PROGRESS], (time.monotonic_ns() - slots[PROGRESS_NS]) / 1e9
             if silent_s >= after_s and progress != reported:
                 reported = progress
-                with contextlib.suppress(Exception):  # a report that fails must not end the rank
+                with contextlib.suppress(Exception):  # a failed report must not stop the rank
                     report(progress)
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; return anonymous memory where none can be written.
+    """Create and map a file of zeros; return anonymous memory if no file can be written.
 
-    The zeros are written and not left a hole: a hole that a full disk cannot fill later would end the rank
-    with SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
+    The zeros are written out: if the file were sparse and the disk full, a later store would kill the rank
+    with SIGBUS. An earlier run's file is replaced, not truncated, as its owner may still write to it.
     """
     try:
         path.parent.mkdir(exist_ok=True)
@@ -302,7 +302,7 @@ def _map(path: Path) -> mmap.mmap:
 # (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    # the step's own: only srun sets them, while a batch script itself also sees SLURM_PROCID, SLURM_NTASKS
+    # variables that only srun sets: a batch script itself also sees SLURM_PROCID and SLURM_NTASKS
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     (
         "OMPI_COMM_WORLD_RANK",
@@ -322,9 +322,9 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """Read rank and world from the first scheme present; a lone process when none is.
+    """Read rank and world size from the first scheme that is set; without one, return a world of one process.
 
-    Raises ConfigError for variables that are not numbers and a rank outside the world.
+    Raises ConfigError for variables that are not integers or a rank outside the world.
     """
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
@@ -337,7 +337,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
-            message = f"must be a whole number, as must {size} and the local ones"
+            message = f"must be an integer, like {size} and the local rank and size"
             raise ConfigError([Issue(rank, "wrong_type", message)]) from None
         if not 0 <= world.rank < world.size:
             message = f"{world.rank} is outside {size}={world.size}"
@@ -350,10 +350,8 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
-    """Count the ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on the third.
-
-    Raises ValueError.
-    """
+    """Return the number of ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on
+    the third. Raises ValueError."""
     if name == "LOCAL_WORLD_SIZE":
         default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for it
     nodes: list[int] = []
@@ -365,16 +363,16 @@ def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
 
 
 def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when several ranks have no place for a rendezvous: our launcher's file or env://."""
+    """Raise ConfigError if several ranks have no rendezvous, neither our launcher's file nor env://."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world.size > 1 and files.INIT_FILE not in environ and missing:
-        message = f"not set, and {world.size} ranks need a place to meet"
-        hint = "on one machine MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
+        message = f"not set, but {world.size} ranks need an address for their rendezvous"
+        hint = "on one machine set MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
         raise ConfigError([Issue(" and ".join(missing), "missing", message, hint=hint)])
 
 
 def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
-    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE for packages that read nothing else and take
-    LOCAL_RANK for the index of the GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
+    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE for packages that read only these and use
+    LOCAL_RANK as the GPU index: 0 if a rank sees only its own GPU. `gpu`: None on a CPU."""
     named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
     return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

@@ -1,4 +1,4 @@
-"""Run torch.profiler over steps: RUN/profile/rank-N.json.gz, a trace for Perfetto."""
+"""Record torch.profiler traces of steps: RUN/profile/rank-N.json.gz, for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bert_dp.training.process import HeartbeatWriter
 
 
 class StepTrace:
-    """Profile the steps and ranks of a plan; every rank has one. Do nothing without a plan."""
+    """Profile the plan's steps on the plan's ranks; every rank creates one. Does nothing without a plan."""
 
     def __init__(
         self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter
@@ -23,14 +23,14 @@ class StepTrace:
         self._heartbeat = heartbeat
         self._profiler: profile | None = None
         self._first: int | None = None
-        """The first step that is being recorded."""
+        """First step of the current recording."""
         self.steps: list[int] | None = None
-        """First and last step that was recorded, on whichever rank."""
+        """First and last recorded step, on any rank."""
         self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Begin or end recording between steps, when `step` of them are done, as the plan says; at the run's
-        end, end in any case. No part of a step's time. Collective."""
+        """Start or stop recording after `step` steps, as planned; stop at the end of the run in any case.
+        Excluded from step times. Collective."""
         plan = self._plan
         if plan is None:
             return
@@ -61,6 +61,6 @@ class StepTrace:
                 self._folder.mkdir(exist_ok=True)
                 trace = self._folder / f"rank-{self._comm.world.rank}.json.gz"
                 self._profiler.export_chrome_trace(str(trace))
-            except OSError as error:  # a full disk ends no run
+            except OSError as error:  # a full disk must not stop the run
                 self.failed_writes += 1
                 sys.stdout.write(f"warning: the profile could not be written: {error}\n")

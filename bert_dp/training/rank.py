@@ -1,6 +1,6 @@
 """Run one rank: `python -m bert_dp.worker RUN/config.yaml`.
 
-torchrun, accelerate launch and deepspeed start it, by `bert-dp train` or without it; so do srun and mpirun.
+Started by torchrun, accelerate launch or deepspeed, with or without `bert-dp train`, or by srun or mpirun.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
 SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
-EXIT_WAIT_S = 60.0  # for a killed process to exit: it may wait for a file server or a GPU
+EXIT_WAIT_S = 60.0  # for a killed process, which may still wait for a file server or a GPU
 
 
 def main(
     argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
 ) -> int:
-    """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 when failed.
+    """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 for a failure.
 
-    `make_task`: makes a task that the configuration cannot name; None = the one that it names. `standalone`:
-    no launcher keeps and shows the run, so rank 0 does.
+    `make_task`: creates a task that the configuration cannot select; None = the configured one. `standalone`:
+    no launcher manages and shows the run, so rank 0 does.
     """
     files.set_private_umask()
     signals = Signals()
@@ -52,7 +52,7 @@ def main(
     process.redirect_output(world.rank, log_errors)
     process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
-    with contextlib.ExitStack() as at_end:  # once an error has been recorded
+    with contextlib.ExitStack() as at_end:  # closed after an error has been recorded
         try:
             run(arguments, world, signals, log_errors, make_task, at_end, standalone=standalone)
         except BaseException as error:
@@ -63,13 +63,13 @@ def main(
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="One rank of a run.")
-    parser.add_argument("config", type=Path, help="YAML file of a whole configuration")
-    parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
-    parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run the files of task and optim.name")
-    parser.add_argument("--profile", metavar="FIRST:END", help="optimizer steps; 10:13 = 10, 11 and 12")
-    parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks; default: 0")
-    # deepspeed passes it
+    parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
+    parser.add_argument("--run-dir", type=Path, help="default: the configuration's directory")
+    parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or a run")
+    parser.add_argument("--allow-code", action="store_true", help="run the files in task and optim.name")
+    parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 = 10, 11 and 12")
+    parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
+    # passed by deepspeed
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -84,11 +84,11 @@ def run(
     *,
     standalone: bool,
 ) -> None:
-    """Take one rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank
-    0 when all ranks have ended the run together; the other ranks then return.
+    """Run one rank from reading its environment to writing its summary. Raises ConfigError for bad input,
+    RunFailed on rank 0 when all ranks have stopped the run together; the other ranks then return.
 
-    After an error the process group is left to the process's end: a peer that sees its connections close
-    would otherwise report first.
+    After an error the process group stays open until the process exits: otherwise a peer would notice closed
+    connections and report first.
     """
     started = time.monotonic()
     from bert_dp import parallel, tasks
@@ -112,7 +112,7 @@ def run(
     if world.rank == 0:
         lock_run(run_dir, at_end)
     follower = at_end.enter_context(Follower(run_dir, world)) if standalone and world.rank == 0 else None
-    if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # else the launcher keeps it
+    if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # else the launcher keeps the ledger
         if issues := budget_issues(config, run_dir, []):
             raise ConfigError(issues)
         at_end.enter_context(Ledger(run_dir, world.size, config.run))
@@ -121,7 +121,7 @@ def run(
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
-    data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
+    data = task.open_data()  # before the rendezvous: a corpus may take longer than a collective's timeout
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
     store, places = distributed.rendezvous(world, device)
@@ -130,7 +130,7 @@ def run(
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
 
     def report(progress: int) -> None:
-        """Write the rank's recent collectives at this progress of its heartbeat."""
+        """Write the rank's recent collectives, for this progress count of its heartbeat."""
         facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
         files.write_json(run_dir / "logs" / f"rank-{world.rank}.collectives.json", facts)
 
@@ -150,7 +150,7 @@ def run(
         log_errors=log_errors,
     )
     resumed = build.select_checkpoint(rank, arguments.resume)
-    if standalone:  # all checks are passed: from here on the run writes
+    if standalone:  # all checks have passed: from here on the run writes files
         if follower is not None:
             follower.start(config)
         comm.barrier()
@@ -158,7 +158,7 @@ def run(
         process.redirect_output(world.rank, log_errors)
     heartbeat.progress()
     trainer, state, tensors = build.build_trainer(rank, resumed, plan)
-    at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
+    at_end.callback(trainer.checkpointer.close)  # complete a pending checkpoint after an error
     build.describe(trainer, placed, resumed)
     build.write_environment(trainer, placed)
     setup_s = time.monotonic() - started
@@ -166,16 +166,16 @@ def run(
     dry_run(trainer, tensors)
     devices.restart_peak_memory(device)
     build.cut_records_back(trainer, state, resumed)
-    del resumed, tensors  # or a whole state stays on the host of every rank
+    del resumed, tensors  # else every rank keeps a whole state in host memory
     dry_run_s = time.monotonic() - started - setup_s
     trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
     before_s = time.monotonic()
-    failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
+    failure = save(trainer, state, state.elapsed_s, wait=True)  # find problems before hours are spent
     if failure is None:
         unit = config.schedule.unit
         spending: Spending | None = None
         if unit in METERED:
-            # closing ends the processes that set-up started, and is slow where that was slow
+            # exiting stops the processes that set-up started, and is slow if set-up was slow
             end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
             spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
@@ -185,8 +185,8 @@ def run(
         failure = result.failure
     heartbeat.enter("done")
     trainer.stream.close()
-    with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
-        comm.barrier()  # no rank ends while another still saves
+    with contextlib.suppress(RuntimeError):  # all is written; a peer that has already exited is not a failure
+        comm.barrier()  # no rank exits while another one still saves
     distributed.disconnect()
     heartbeat.close()
     if failure is not None and world.rank == 0:
@@ -194,10 +194,10 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Hold the run directory until the end of `until`. Raises ConfigError when another run holds it.
+    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it.
 
-    Our launcher holds RUN_LOCK. Under it another holder of .lock is not another run, but a rank 0 that the
-    launcher has just killed and that has not exited yet.
+    If our launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank
+    0 that the launcher has just killed and that has not exited yet.
     """
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)

@@ -1,4 +1,4 @@
-"""Build summary.json of a run that ended by itself, well or not, or by a signal."""
+"""Build summary.json of a run that stopped by itself, successful or not, or on a signal."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def write_summary(
     dry_run_s: float,
     before_j: float | None,
 ) -> None:
-    """Write summary.json on rank 0. Collective: the peak memory is the largest of all ranks', the energy the
-    sum. `before_j`: this rank's counter of joules before the first step.
-    """
+    """Write summary.json on rank 0. Collective: the peak memory is the maximum over ranks, the energy the
+    sum. `before_j`: this rank's energy counter in joules before the first step."""
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
     writers = (trainer.log_errors, trainer.records, trainer.checkpointer, trainer.trace)
@@ -90,5 +89,5 @@ def write_summary(
     )
     try:
         files.write_json(trainer.run_dir / "summary.json", summary.model_dump(mode="json"))
-    except OSError as error:  # a full disk must not hide why the run ended; the launcher misses the file
-        trainer.log_rank0(f"warning: summary.json is missing: {error}")
+    except OSError as error:  # a full disk must not hide the cause; the launcher notices the missing file
+        trainer.log_rank0(f"warning: could not write summary.json: {error}")

@@ -214,7 +214,7 @@ def test_row_10_a_run_says_what_it_passes_over(run_dir: Path, shards: Path) -> N
     train(shards, run_dir, "checkpoint.every_steps=2", "schedule.steps=4", nproc=1)
     damage(run_dir / "checkpoints" / "step-00000004" / "optimizer.safetensors", random.Random(0))
     again = go_on(run_dir, "schedule.steps=6")
-    assert "checkpoint passed over" in again.stdout
+    assert "checkpoint skipped" in again.stdout
     assert "step-00000004/optimizer.safetensors" in again.stdout
     assert "resuming from step-00000002" in again.stdout
 
@@ -238,7 +238,7 @@ def test_row_11_a_failed_save_does_not_end_the_run(run_dir: Path, shards: Path, 
         **broken(what, rank=0, place="save", step=5),
     )
     (said,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
-    for text in ("step-00000006", ERRORS[what], "newest good checkpoint is step-00000004"):
+    for text in ("step-00000006", ERRORS[what], "newest valid checkpoint is step-00000004"):
         assert text in said
     facts = summary(run_dir)
     assert (facts["status"], facts["failed_saves"], facts["step"]) == ("done", 1, 10)
@@ -269,7 +269,7 @@ def test_row_11_a_failed_save_that_ends_the_run(
         assert text in facts["failure"]["message"]
     assert (run_dir / "metrics.jsonl").exists() == (good is not None), "before the first step"
     if good is not None:
-        assert f"newest good checkpoint is step-{good:08d}" in facts["failure"]["message"]
+        assert f"newest valid checkpoint is step-{good:08d}" in facts["failure"]["message"]
         assert checkpoint.check(run_dir / "checkpoints" / f"step-{good:08d}") is None
         assert facts["failed_saves"] >= 1
     if settings == EVERY_2:
@@ -307,7 +307,7 @@ def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) 
     assert steps_kept(left) == [4, 2], "the two newest stay, the first made room"
     assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(left))
     assert not list(left.glob("*.tmp-*"))
-    assert "newest good checkpoint is step-00000004" in facts["failure"]["message"]
+    assert "newest valid checkpoint is step-00000004" in facts["failure"]["message"]
     if policy == "continue":
         assert facts["step"] == 8, "training went on"
         assert facts["failed_saves"] == 3, "after steps 6 and 8, and at the end"

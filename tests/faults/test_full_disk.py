@@ -37,7 +37,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     filler.unlink()
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, said + errors
-    assert " is missing in metrics.jsonl: " in said
+    assert " to metrics.jsonl: " in said
     steps = logged(run_dir, "step")
     assert steps == sorted(set(steps))
     assert steps[-1] == 400
@@ -62,7 +62,7 @@ def fill_and_stay(place: Path, shards: Path) -> None:
     first = next(line for line in said.splitlines() if line.startswith("failed: "))
     assert "No space left on device" in first
     warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert sum("is missing in metrics.jsonl" in line for line in warnings) <= 1, said
+    assert sum("to metrics.jsonl" in line for line in warnings) <= 1, said
     assert sum("could not be saved" in line for line in warnings) <= 1, said
 
 

@@ -198,11 +198,11 @@ def a_pipe(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (truncate, "model.safetensors: .* bytes, manifest says"),
+    "truncated": (truncate, "model.safetensors: .* bytes, but the manifest says"),
     "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
     "missing file": (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
     "a number for a file": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
-    "lacks a file": (lambda p: name_in_manifest(p, "model.safetensors", None), "name model.safetensors"),
+    "lacks a file": (lambda p: name_in_manifest(p, "model.safetensors", None), "list model.safetensors"),
     "outside": (points_outside, "secret"),
     "a pipe": (a_pipe, "state.json: not a regular file"),
     "newer version": (lambda p: (p / "manifest.json").write_text('{"version": 2, "files": {}}'), "version 2"),
@@ -329,7 +329,7 @@ TENSORS: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("model", "c\x1b[2J", torch.zeros(1), r"no tensor 'c\\x1b"),
     ("optimizer", "a.bias/m", torch.zeros(5).double(), r"a.bias/m: expected float32 .* found float64"),
     ("optimizer", "c/m", torch.zeros(1), "no such parameter"),
-    ("optimizer", "b.weight/", None, "optimizer.safetensors has nothing for b.weight"),
+    ("optimizer", "b.weight/", None, "optimizer.safetensors has no state for b.weight"),
 ]
 
 

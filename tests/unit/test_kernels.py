@@ -183,5 +183,5 @@ def test_what_is_kept_is_scaled_and_evaluation_drops_nothing() -> None:
     assert set(out.unique().tolist()) == {0.0, 1 / 0.75}
     assert torch.equal(out == 0, dropped(fold_in(KEYS, 3), 8, 8, 0.25))
     assert layer.eval()(x, None) is x
-    with pytest.raises(ValueError, match="needs a key for each example"):
+    with pytest.raises(ValueError, match="needs a key per example"):
         layer.train()(x, None)

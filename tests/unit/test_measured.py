@@ -68,7 +68,7 @@ def test_a_disk_is_measured_by_a_checkpoint_that_it_keeps(
     load = checkpoint.load_tensors
     halves = {"w": torch.zeros(1, dtype=torch.int64)}
     monkeypatch.setattr(checkpoint, "load_tensors", lambda path: {**load(path), "optimizer": halves})
-    with pytest.raises(RuntimeError, match="what was read differs from what was written"):
+    with pytest.raises(RuntimeError, match="the data read differ from the data written"):
         disk.main(tmp_path, 2**16)
 
 

@@ -78,7 +78,8 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
 
 def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
     few = estimate([13.0] * 49, [5.0] * 49, 2, 10)
-    assert (few.steps, few.verdict, few.reason) == (49, "inconclusive", "49 measured steps, fewer than 50")
+    reason = "only 49 measured steps, at least 50 are needed"
+    assert (few.steps, few.verdict, few.reason) == (49, "inconclusive", reason)
     assert (few.noise_scale, few.interval, few.grad_sq, few.trace) == (None, None, None, None)
     # |G|^2 = 3, tr = 20 at every step: b = 2 gives 13, B = 10 gives 5, B = 5 gives 7
     by_hand = estimate([13.0] * 60, [5.0] * 30 + [7.0] * 30, 2, [10] * 30 + [5] * 30)
@@ -90,7 +91,7 @@ def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
     none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
     assert (none.verdict, none.grad_sq) == ("inconclusive", 0.0)
     for big in (2, [10] * 49 + [2]):
-        with pytest.raises(ValueError, match=r"^the small batch must be below the big one$"):
+        with pytest.raises(ValueError, match=r"^the small batch must be smaller than the big one$"):
             estimate([13.0] * 50, [5.0] * 50, 2, big)
 
 
@@ -104,7 +105,7 @@ def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
     assert result.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
     assert estimate_of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
-    assert estimate_of_run(tmp_path / "none").reason == "0 measured steps, fewer than 50"
+    assert estimate_of_run(tmp_path / "none").reason == "only 0 measured steps, at least 50 are needed"
 
 
 # --- the norms

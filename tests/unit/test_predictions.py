@@ -223,7 +223,7 @@ def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
     )
     for name, columns, said in (
         ("a.txt", [], "line 2 "),
-        ("empty.txt", [], "holds no example"),
+        ("empty.txt", [], "contains no example"),
         ("a.csv", [], "string 'text' (got keys ['a', 'b']); choose a column with --text"),
         ("b.csv", [], "line 3: "),
         ("", [], "cannot be read"),

@@ -266,7 +266,7 @@ def test_the_first_missing_line_is_reported(tmp_path: Path, monkeypatch: pytest.
     for step in range(10, 60, 10):
         records.append("metrics.jsonl", {"step": step})
         records.append("evals.jsonl", {"step": step})
-    assert said == [f"warning: step 10 is missing in metrics.jsonl: {FULL}"]
+    assert said == [f"warning: could not write step 10 to metrics.jsonl: {FULL}"]
     assert records.failed_writes == 5
     full.clear()
     records.append("metrics.jsonl", {"step": 60})

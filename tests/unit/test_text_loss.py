@@ -267,13 +267,13 @@ def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> N
         (issue,) = raised_issues(measure, run, tmp_path / "a.txt")
         return issue.setting, issue.kind, issue.hint
 
-    assert refusal(run_dir) == ("TEXT", "out_of_range", "give more text")
+    assert refusal(run_dir) == ("TEXT", "out_of_range", "pass more text")
     larger = trained(60)
     larger.add_tokens([f"word{i}" for i in range(1000)])
     larger.save(str(run_dir / "tokenizer.json"))
     assert refusal(run_dir)[:2] == ("RUN", "conflict")
     plain = finetuned(config_of("quickstart", model=SMALL), "recipe")
-    for begin, named in ((None, "name a pretrained run"), ("/runs/a", "name /runs/a")):
+    for begin, named in ((None, "choose a pretrained run"), ("/runs/a", "choose /runs/a")):
         config = resolve([plain.model_dump(mode="json"), {"run": {"init_from": begin}}])
         run = write_run(tmp_path / f"finetuned-{begin is None}", config)
         assert refusal(run) == ("RUN", "unsupported", named)
