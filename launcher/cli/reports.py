@@ -149,7 +149,7 @@ def checkpoints(
 
     paths = files.list_checkpoints(run / "checkpoints")
     if not paths:
-        message = f"{run} holds no checkpoint" if run.exists() else f"{run} does not exist"
+        message = f"{run} contains no checkpoint" if run.exists() else f"{run} does not exist"
         hint = "name the directory of a run, which has checkpoints/"
         raise ConfigError([Issue("RUN", "not_found", message, str(run), hint=hint)])
     losses = heldout_losses(run)

@@ -346,7 +346,7 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
         return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove it") for path in linked]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         hint = "use auto, never, or a checkpoint's directory"
-        return [Issue("--resume", "not_found", f"{resume} holds no checkpoint", resume, hint=hint)]
+        return [Issue("--resume", "not_found", f"{resume} contains no checkpoint", resume, hint=hint)]
     if has_run and resume == "never":
         message, hint = f"{run_dir} already holds a run", "choose another --run-dir"
         return [Issue("--resume never", "exists", message, str(run_dir), "--run-dir", hint)]

@@ -49,7 +49,7 @@ def test_a_refused_resume_changes_nothing(finished: Path, tmp_path: Path) -> Non
     for extra, text in (
         (["--set", f"data.path={other}"], "trained on other data"),
         (["--set", "optim.lr=0.5"], "optim.lr"),
-        (["--resume", str(tmp_path)], "holds no checkpoint"),
+        (["--resume", str(tmp_path)], "contains no checkpoint"),
     ):
         assert text in refused("train", "--run-dir", str(finished), "--set", "schedule.steps=9", *extra)
         assert files(finished) == before

@@ -114,7 +114,7 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     options = tiny(shards, "batch.micro_size=auto", "batch.global_size=2")
     run = ["train", "quickstart", *options, "--nproc", "2"]
     said = refused(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
-    assert "none holds no checkpoint" in said
+    assert "none contains no checkpoint" in said
     assert not cache.exists()
     done = here(*run, "--run-dir", str(tmp_path / "a"), BERT_DP_CACHE=str(cache))
     assert done.returncode == 0, done.stdout + done.stderr

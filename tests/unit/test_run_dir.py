@@ -116,7 +116,7 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
     (issue,) = run_dir_issues(run, CONFIG, "never")
     assert str(issue).startswith(f"--resume never: {run} already holds a run")
     (issue,) = run_dir_issues(run, CONFIG, str(tmp_path))
-    assert str(issue).startswith(f"--resume: {tmp_path} holds no checkpoint")
+    assert str(issue).startswith(f"--resume: {tmp_path} contains no checkpoint")
 
 
 def weights(run: Path, sha256: str) -> Path:
