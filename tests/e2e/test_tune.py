@@ -35,7 +35,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     stopped = interrupted(search, folder, signal.SIGINT, lambda: running("memory-1"), patience_s=0.0)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
-    assert "the same command goes on" in stopped.stdout
+    assert "the same command resumes" in stopped.stdout
     partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (folder / "tuned.yaml").exists()
@@ -56,7 +56,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
-    assert "ended by something outside the run; started again" in printed
+    assert "ended from outside or incomplete; restarted" in printed
     assert (folder / "trials" / "memory-1" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
     return folder
 

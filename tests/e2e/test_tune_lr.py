@@ -38,7 +38,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     search = command(shards, folder)
     stopped = interrupted(search, folder, signal.SIGINT, lambda: whole(folder))
     assert stopped.returncode == 130
-    assert "the same command goes on" in stopped.stdout
+    assert "the same command resumes" in stopped.stdout
     partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (folder / "tuned.yaml").exists()

@@ -95,7 +95,7 @@ def test_missing_gpus_are_warned_of(
     assert lines == start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[: len(lines)]
 
 
-RESTART, UNSAVED = "--max-restarts: nothing is saved", "checkpoint.keep is 0"
+RESTART, UNSAVED = "--max-restarts: no checkpoints are saved", "checkpoint.keep is 0"
 
 
 def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         said = start_warnings(asked, RunOptions(max_restarts=restarts), ranks, ranks, tmp_path, None)
         assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "can be written by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
+    assert "is writable by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
