@@ -163,7 +163,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     [
         (("--budget", "soon"), "--budget: 'soon' is not a duration"),
         *(
-            (("--budget", zero), f"--budget: '{zero}' must be above 0, for example 5m")
+            (("--budget", zero), f"--budget: '{zero}' must be above 0 (for example 5m)")
             for zero in ("0", "-5m", "0s")
         ),
         (("--memory", "-1"), "--memory: -1"),
