@@ -130,7 +130,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"processes: limit {'none' if env.max_processes is None else env.max_processes}",
-            "threads count, and a rank has 50 or more: 'resource temporarily unavailable'",
+            "'resource temporarily unavailable': a rank has 50 or more threads, and each one counts",
             "run `ulimit -u 16384` first, or raise the container's pids limit",
         ),
         _finding(

@@ -225,7 +225,7 @@ def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     If nvidia-smi lists none, the kernel driver's list is read instead.
     """
     devices: list[tuple[Gpu, str]] = []  # with the UUID, also valid in CUDA_VISIBLE_DEVICES
-    divided: list[bool] = []  # by MIG
+    divided: list[bool] = []  # whether divided by MIG
     error: str | None = None
     if shutil.which("nvidia-smi"):
         facts = "index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id,mig.mode.current"
@@ -255,7 +255,7 @@ def _numa_node(root: Path, address: str) -> int | None:
     """Return the NUMA node of a PCI device. nvidia-smi prints 8 digits of the PCI domain, sysfs 4."""
     path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
     text = read_text(path).strip()
-    return int(text) if text.isdigit() else None  # -1 = not known
+    return int(text) if text.isdigit() else None  # -1 = unknown
 
 
 def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:

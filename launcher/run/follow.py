@@ -28,7 +28,7 @@ from launcher.watch.display import Display
 
 def main(run_dir: Path, ranks: int, here: int) -> None:
     """Follow rank 0 until it exits, then complete summary.json, write the page and show the result."""
-    os.nice(19)  # ranks come first
+    os.nice(19)  # ranks have priority
     rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
     began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())
     config, log = load_config(run_dir / "config.yaml"), logger(console, as_json=False)

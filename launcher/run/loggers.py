@@ -39,7 +39,7 @@ WAIT_S = 0.02
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
 MLFLOW_PARAMS = 100  # limit of one request
-MLFLOW_CHARACTERS = 6000  # limit of a parameter; that of a tag is 8000
+MLFLOW_CHARACTERS = 6000  # limit of a parameter; a tag may have 8000
 # record file -> prefix of its numbers, and keys not to send
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
@@ -121,7 +121,7 @@ def main(run_dir: Path, service: str) -> int:
     """Send a run until the launcher signals its end. An exception becomes one warning."""
     for number in files.STOP_SIGNALS:  # the launcher decides when we exit
         signal.signal(number, signal.SIG_IGN)
-    os.nice(19)  # ranks come first
+    os.nice(19)  # ranks have priority
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     (run_dir / LOG).parent.mkdir(exist_ok=True)
     with (run_dir / LOG).open("ab") as file:
@@ -133,7 +133,7 @@ def main(run_dir: Path, service: str) -> int:
     except Exception as error:
         first = (str(error).strip() or "no message").splitlines()[0]
         log(incomplete(run_dir, service, f"{type(error).__name__}: {first}"))
-        with contextlib.suppress(OSError):  # of a log on a full disk
+        with contextlib.suppress(OSError):  # a log on a full disk
             traceback.print_exc()
         return INCOMPLETE
     return 0
@@ -245,7 +245,7 @@ def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writ
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
     import wandb
 
-    # host, code, output and load of this process are not those of the run
+    # this process differs from the run in host, code, output and load
     off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),

@@ -425,7 +425,7 @@ class Coordinator:
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Add the node of the failed rank to `cause`, and return both. Without a definite cause, it is a lost
+        """Add the node of the failed rank to `cause`, and return both. Without a definite cause, blame a lost
         node, else node `failed_first`, whose starter failed before any rank recorded an error (`unknown`)."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):

@@ -33,7 +33,7 @@ STAY_S = 10.0  # between lines above a terminal's progress bar; without a bar ev
 LINE_CHARS = 1000
 MAX_LINES = 50  # lines of rank 0 shown per poll; its log has all of them
 ETA_LINES = 20  # logged steps used to extrapolate the remaining time
-QUIET_S = 30.0  # without output before rank 0's activity is printed; a terminal shows it on the bar
+QUIET_S = 30.0  # time without output before rank 0's activity is printed; a terminal shows it on the bar
 ACTIVITIES = {
     "setup": "setting up",
     "compile": "compiling",

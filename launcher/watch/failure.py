@@ -53,7 +53,7 @@ MEANING: dict[int, tuple[str, str]] = {  # signal -> meaning and fix
         "`bert-dp data inspect`",
     ),
     signal.SIGILL: (
-        "this CPU does not support an instruction",
+        "the code uses an instruction that this CPU does not support",
         "install builds of torch and of the extensions for this CPU",
     ),
 }
@@ -298,7 +298,7 @@ def what_to_lower(
         return [], []
     machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
     if on_host and config.run.device != "cpu" and machine.gpus:
-        return [], ["use fewer ranks or more host memory; it contains data and a copy of the checkpoint"]
+        return [], ["use fewer ranks or more host memory (for the data and the checkpoint's copy)"]
     reasons: list[str] = []
     if on_host:
         total = machine.memory_limit_gib or machine.memory_gib

@@ -28,7 +28,7 @@ LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # most time counted between two polls: this process may have been stopped
 ANSWER_S = 3.0  # limit for stacks and records to arrive
 REPORT_AT = 0.8  # share of the limit at which evidence is collected, to report within the limit
-PATIENT_S = 300.0  # limit in phases without progress for long periods
+PATIENT_S = 300.0  # limit in phases that may last long without progress
 COMPILING_S = 30.0  # until a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Heartbeat()  # of a rank that has not started
@@ -211,7 +211,7 @@ class Watch:
         snapshots = [self._snapshot(rank) for rank in started]
         if min(s.silent_s for s in snapshots) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        # imports and loading block the interpreter lock for long, so a rank may freeze in set-up
+        # imports and loading hold the interpreter lock for long, so a rank may freeze in set-up
         return any(
             s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in snapshots
         )
