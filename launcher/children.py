@@ -1,5 +1,6 @@
-"""Processes that are started and waited for: `python -m` of our own modules, which end with us and import
-nothing from the current folder; commands of the system."""
+"""Run child processes and wait for them: our own modules by `python -m`, and system commands.
+
+A module of ours exits with this process and imports nothing from the current directory."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.files import cache_issues, cache_root
 from bert_dp.files.reaper import child_environment, describe_exit_code, module_command
 
-NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
-KILLED_S = 1.0  # that a command has to be gone after SIGKILL
-CLEANING_S = 10.0  # that a module has to remove its files after a signal
+NO_ANSWER = "no answer within"  # start of run_command's error after a timeout
+KILLED_S = 1.0  # time for a command to exit after SIGKILL
+CLEANING_S = 10.0  # time for a module to remove its files after a signal
 
 
 def kernel_caches() -> dict[str, str]:
-    """Make a directory for torch's compiled kernels below our cache; return the variable that names it. One
-    that the user has set stays. {} if our cache cannot be used: torch then takes a temporary directory."""
-    # the trials of a search have a temporary directory of their own: each would compile the same kernels anew
+    """Create a directory for torch's compiled kernels in our cache; return its environment variable. A value
+    set by the user is kept. {} if our cache is unusable: torch then uses a temporary directory."""
+    # each trial of a search has a separate temporary directory and would recompile the same kernels
     name, folder = "TORCHINDUCTOR_CACHE_DIR", cache_root() / "kernels"
     if cache_issues():
         return {}
@@ -43,7 +44,7 @@ def start_module(
     environ: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> subprocess.Popen[str]:
-    """Start `python -m module`, which ends with us. `environ` comes on top of ours."""
+    """Start `python -m module`; it exits with this process. `environ` is added to our environment."""
     mine = {**kernel_caches(), **(environ or {}), **child_environment()}
     if scratch is not None:
         mine["TMPDIR"] = scratch
@@ -52,16 +53,16 @@ def start_module(
 
 
 def ask_module(module: str, arguments: list[str], task: str) -> str:
-    """Run `python -m module` to its end and return its answer. `task` is named if it fails. Raises
+    """Run `python -m module` and return its output. `task`: description for the error message. Raises
     ConfigError for bad input and SystemExit for a failure.
 
-    Ctrl-C waits until the module lets it come, and leaves no traceback of its imports.
+    SIGINT is blocked until the module unblocks it: Ctrl-C during its imports leaves no traceback.
     """
     return ask_modules(module, [arguments], task)[0]
 
 
 def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[str]:
-    """Run `python -m module` once for each list of arguments, side by side; see ask_module."""
+    """Run `python -m module` for each list of arguments, concurrently; see ask_module."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -77,15 +78,13 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
             if code == 2:
                 raise ConfigError([Issue(**issue) for issue in json.loads(output)])
             if code:
-                hint = (
-                    "memory may have been full (bert-dp doctor)" if code == -signal.SIGKILL else "see above"
-                )
+                hint = "out of memory? (see `bert-dp doctor`)" if code == -signal.SIGKILL else "see above"
                 sys.exit(f"error: {task} {describe_exit_code(code, '')}; {hint}")
             answers.append(output.strip())
         return answers
     except BaseException:
         for process in processes:
-            process.terminate()  # it may have files to remove; Ctrl-C has reached it already
+            process.terminate()  # it may have files to remove; Ctrl-C has already reached it
         for process in processes:
             try:
                 process.wait(CLEANING_S)
@@ -97,8 +96,8 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
 def run_command(
     argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
 ) -> tuple[str | None, str | None]:
-    """Run a command; return its output, or None and the last lines of the error. The whole process group ends
-    with a timeout, and a module of ours ends with us, however we go. `pass_fds`: open files that it gets."""
+    """Run a command; return its output, or None and the last lines of its errors. A timeout kills the whole
+    process group. A module of ours exits with this process. `pass_fds`: file descriptors to inherit."""
     try:
         process = subprocess.Popen(
             argv,
@@ -121,7 +120,7 @@ def run_command(
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         lines: list[str] = []
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its caller alive
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a hung driver can keep the command alive
             lines = process.communicate(timeout=KILLED_S)[1].strip().splitlines()
         return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
     if process.returncode:

@@ -1,4 +1,4 @@
-"""`bert-dp data build` and `bert-dp data inspect`."""
+"""Implement `bert-dp data build` and `bert-dp data inspect`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Settings that options of `data build` give."""
+"""Options of `data build` by the setting they change."""
 SAMPLE_CHARS = 300
-SHOWN_SOURCES = 20  # in a table, those that lose most first
+SHOWN_SOURCES = 20  # rows of the table, largest loss first
 OF_SPLIT = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 OF_SOURCE = [
     Quantity("documents", "documents", "count"),
@@ -50,19 +50,20 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Build shards and describe them. `vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of
-    the one that is given. `overrides`: of data.build. Raises ConfigError for what a run could not use."""
+    """Build shards and print a summary. `vocab_size`: size of the tokenizer to train; None = VOCAB_SIZE, or
+    the size of the given one. `overrides`: data.build.NAME=VALUE. Raises ConfigError for unusable input."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress
 
     if tokenizer is not None and vocab_size is not None:
-        message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
+        message, hint = "--tokenizer fixes the vocabulary size", "omit --vocab-size"
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
     if others := [key for item in overrides if not (key := item.partition("=")[0]).startswith("data.build.")]:
-        message, hint = "is no setting of data.build", "write data.build.NAME=VALUE; the others are options"
+        message = "is not a data.build setting"
+        hint = "only data.build.NAME=VALUE goes here; the rest are options, see --help"
         raise ConfigError([Issue(key, "unknown", message, hint=hint) for key in others])
     if not sources:
-        raise ConfigError([Issue("SOURCES", "missing", "name the text to build from")])
+        raise ConfigError([Issue("SOURCES", "missing", "pass the text to build from")])
     size = vocab_size or (VOCAB_SIZE if tokenizer is None else MAX_VOCAB_SIZE)
     out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
     asked = {
@@ -91,7 +92,7 @@ def build(
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
-    """Verify and show shards; return 1 if one is damaged. Raises ConfigError where a file is missing."""
+    """Verify and show shards; return 1 if one is damaged. Raises ConfigError if a file is missing."""
     from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())
@@ -136,12 +137,12 @@ def _of(sources: Sequence[SourceFile], part: str, whole: str) -> str:
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
-    """Count the documents that were left out, by the reason."""
+    """Format the number of dropped documents by reason."""
     counts = [f"{format_count(n)} {stage.replace('_', ' ')}" for stage, n in dropped.items() if n]
-    return ", ".join(counts) or "no document"
+    return ", ".join(counts) or "no documents"
 
 
 def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the command of a run on these shards."""
+    """Return the command to train on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"

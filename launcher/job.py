@@ -1,7 +1,7 @@
-"""Find the configuration, devices, data and output directory of a verb that starts runs.
+"""Resolve the configuration, devices, data and output directory of verbs that start runs.
 
-A verb that measures locks its output directory and continues there only with the same options, machine,
-versions and data; otherwise the figures would not compare.
+A measuring verb locks its output directory and resumes there only with the same options, machine, versions
+and data; otherwise the results would not be comparable.
 """
 
 from __future__ import annotations
@@ -59,54 +59,54 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
+CPU_RANKS = 2  # ranks for --nproc auto on a machine without a GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A configuration with absolute paths, and the machine."""
 
-    name: str  # name of the configuration's file without its suffix
+    name: str  # file name of the configuration, without its suffix
     config: Config
     machine: Environment
     allow_code: bool = False  # the files of `task` and `optim.name` may be executed
 
     @property
     def gpus(self) -> int:
-        """Count the visible GPUs that the ranks may use; 0: they run on CPU cores."""
+        """Count the visible GPUs available to ranks; 0 if ranks run on CPU cores."""
         return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
 
     def choose_ranks(self, nproc: str) -> int:
-        """Parse `nproc`: auto or a number. Raises ConfigError."""
+        """Return the number of ranks for `nproc` (auto or a number). Raises ConfigError."""
         if issues := self.device_issues(1):
             raise ConfigError(issues)
         if nproc == "auto":
             return self.gpus or CPU_RANKS
         if not re.fullmatch("[0-9]{1,9}", nproc) or not 1 <= (ranks := int(nproc)) <= MAX_RANKS:
-            message = f"must be auto or a whole number of 1 to {MAX_RANKS}"
+            message = f"must be auto or a whole number from 1 to {MAX_RANKS}"
             raise ConfigError([Issue("--nproc", "out_of_range", message, nproc)])
         if issues := self.device_issues(ranks):
             raise ConfigError(issues)
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Find the reason why there is no device for each of `ranks`, as `option` requests; at most one."""
+        """Check that every one of `ranks` has a device; return at most one issue, possibly of `option`."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
-            return [Issue("run.device", "unsupported", "cuda, but this machine shows no GPU", hint=hint)]
+            return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
         if self.gpus and ranks > self.gpus:
             hint = f"use {option} {self.gpus}, or run.device=cpu"
             return [Issue(option, "out_of_range", f"{ranks} ranks but {self.gpus} GPUs", ranks, hint=hint)]
         return []
 
     def device_warnings(self) -> list[str]:
-        """Warn of requested GPUs that cannot be used; at most one line."""
+        """Return a warning if CUDA_VISIBLE_DEVICES selects no usable GPU; at most one line."""
         machine = self.machine
         if self.config.run.device == "cpu" or not machine.names_absent_gpus:
             return []
         return [
-            f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} names no usable GPU (this machine shows "
-            f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say run.device=cpu"
+            f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} selects no usable GPU (this machine has "
+            f"{machine.gpus_present}), so ranks use CPU cores; correct it, or set run.device=cpu"
         ]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
@@ -117,7 +117,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Rename the settings of a ConfigError to the options that gave them. `options`: setting -> option."""
+    """Replace setting names in a ConfigError by the user's options. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -128,18 +128,18 @@ def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
 def load(
     name: str | None, overrides: Sequence[str], run_dir: Path | None = None, *, allow_code: bool = False
 ) -> Job:
-    """Load the configuration that `find_config` finds, with its overrides. Raises ConfigError."""
+    """Load the configuration found by `find_config` and apply `overrides`. Raises ConfigError."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
     return Job(path.stem, config, environment.probe(run_dir or Path()), allow_code)
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
-    """Find the file of this name; without a name the run's own, or quickstart.yaml. Raises ConfigError."""
+    """Find the configuration file `name`; None: the run's own, else quickstart.yaml. Raises ConfigError."""
     if name is not None:
         path = find_named_config(name)
         if (path / "config.yaml").exists():
-            message, hint = f"{name} is a run directory", f"continue it with --run-dir {name}"
+            message, hint = f"{name} is a run directory", f"resume it with --run-dir {name}"
             raise ConfigError([Issue("CONFIG", "wrong_type", message, hint=hint)])
         return path
     own = run_dir / "config.yaml" if run_dir else None
@@ -147,7 +147,7 @@ def find_config(name: str | None, run_dir: Path | None = None) -> Path:
 
 
 def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
-    """Find files and packages that the configuration names and that are missing or do not fit."""
+    """Find missing or incompatible files and packages of the configuration."""
     issues = code_issues(config, allowed=allow_code)
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
     foreign = hf_directory(init_from)
@@ -158,9 +158,9 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     paths = {"data.path": data.path, "data.tokenizer": data.tokenizer, "run.init_from": init_from}
     for setting, text in {**paths, "data.sources": " ".join(data.sources or ())}.items():
         if name := files.secret_in(text or "", os.environ):
-            message = f"holds the value of {name}, a secret by its name, and would be written to a file"
+            message = f"contains the value of ${name}, which looks like a secret, and would be saved"
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
-    if config.task is not None:  # only its ranks know its data
+    if config.task is not None:  # only the ranks can check its data
         pass
     elif data.path is not None:
         try:
@@ -175,9 +175,9 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     for source in data.sources or ():
         known = source == "builtin" or source.startswith("hub:") or os.path.exists(source)
         if not known and not glob.glob(source, recursive=True):
-            missing("data.sources", f"{source} matches no file", "name a file, a glob or `builtin`")
+            missing("data.sources", f"{source} matches no file", "pass a file, a glob or `builtin`")
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
-        missing("data.tokenizer", f"{data.tokenizer} is no file")
+        missing("data.tokenizer", f"{data.tokenizer} is not a file")
     if init_from is not None and not Path(foreign or init_from).exists():
         missing("run.init_from", f"{foreign or init_from} does not exist")
     elif foreign is not None:
@@ -185,8 +185,8 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     elif init_from is not None:
         checkpoint = files.newest_checkpoint_facts(Path(init_from))
         if checkpoint is None:
-            hint = "name a checkpoint or a run directory"
-            missing("run.init_from", f"{init_from} holds no checkpoint", hint)
+            hint = "choose a checkpoint or a run directory"
+            missing("run.init_from", f"{init_from} contains no checkpoint", hint)
         else:
             issues += init_issues(init_from, checkpoint[1].config, config)
     issues += logger_issues(config.log.to, "log.to")
@@ -197,13 +197,13 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         message, hint = "scoring needs sklearn and scipy", f"`{install_command('glue')}`"
         issues.append(Issue("objective.name", "needs_package", message, hint=hint))
     if engine == "independent":
-        message = "independent trains a model on every rank, as the ceiling of `bert-dp scale`"
+        message = "independent trains a separate model per rank, only to measure `bert-dp scale`'s ceiling"
         issues.append(Issue("parallel.engine", "unsupported", message, engine, hint="use ddp"))
     return issues
 
 
 def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
-    """Find services of `log.to` that are unknown or whose package is missing."""
+    """Find unknown services in `log.to`, and services with a missing package."""
     known = get_args(Logger)
     issues = []
     for name in names:
@@ -221,7 +221,7 @@ def has_package(name: str) -> bool:
 
 
 def built_data(config: Config) -> Path | None:
-    """Return the directory of the data, or None if it is not built. Raises ConfigError."""
+    """Return the directory of the built data, or None if there is none. Raises ConfigError."""
     if config.data.path is not None:
         return Path(config.data.path)
     found = _ask_for_data(config, "find")
@@ -233,13 +233,13 @@ def prepare_data(config: Config) -> Path:
 
     Raises ConfigError.
     """
-    if config.has_examples:  # each rank verifies what it reads
+    if config.has_examples:  # each rank verifies its input
         return Path(config.data.path or "")
     return Path(_ask_for_data(config, "ensure"))
 
 
 def _ask_for_data(config: Config, verb: str) -> str:
-    """Run `python -m bert_dp.data.build` and return its line. Raises ConfigError."""
+    """Run `python -m bert_dp.data.build` and return its output line. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
@@ -247,16 +247,16 @@ def _ask_for_data(config: Config, verb: str) -> str:
 
 
 P = TypeVar("P", bound=PlanFile)
-COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # versions that figures depend on
+COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # packages whose versions affect the results
 
 
 def place_issues(directory: Path, option: str) -> list[Issue]:
-    """Find the reason why `directory` cannot be created or written; at most one. Raises OSError."""
+    """Check that `directory` can be created and written; return at most one issue. Raises OSError."""
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     if not existing.is_dir():
-        return [Issue(option, "exists", f"{directory} cannot be made, {existing} is a file")]
+        return [Issue(option, "exists", f"{directory} cannot be created: {existing} is a file")]
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [Issue(option, "not_found", f"{existing} cannot be written", hint="choose another directory")]
+        return [Issue(option, "not_found", f"{existing} is not writable", hint="choose another directory")]
     return []
 
 
@@ -264,14 +264,14 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
 
-    Raises ConfigError, naming `option`, if it cannot be written or another `what` uses it.
+    Raises ConfigError for `option` if the directory is not writable or in use by another `what`.
     """
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = files.lock(directory / lock)
     except OSError as error:
-        message = f"{directory} cannot be written ({error.strerror})"
+        message = f"{directory} is not writable ({error.strerror})"
         raise ConfigError([Issue(option, "not_found", message)]) from None
     if held is None:
         message = f"{directory} is in use by another {what}"
@@ -289,17 +289,17 @@ def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Itera
 
 @dataclasses.dataclass(frozen=True)
 class Output(Generic[P]):
-    """The --out directory of a verb that can continue an earlier call."""
+    """The --out directory of a measuring verb; a later call can resume an interrupted one."""
 
     path: Path
-    what: str  # the contents in words: grid, search, evaluation
-    file: str  # name of the plan's file
+    what: str  # noun for messages: grid, search, evaluation
+    file: str  # file name of the plan
     plan: P
     fixed: tuple[str, ...]  # fields of `plan` that must not change
     grows: tuple[str, ...] = ()  # numbers among them (`field` or `field.name`) that may increase
 
     def issues(self) -> list[Issue]:
-        """Find the reason why this verb cannot use the directory; at most one. Raises OSError."""
+        """Check that this verb can use the directory; return at most one issue. Raises OSError."""
         hint = "choose another directory"
         if issues := place_issues(self.path, "--out"):
             return issues
@@ -307,7 +307,7 @@ class Output(Generic[P]):
             return []
         before = results.find(self.path / self.file, type(self.plan))
         if before is None:
-            message = f"{self.path} is not empty and holds no {self.what}"
+            message = f"{self.path} is not empty and contains no {self.what}"
             return [Issue("--out", "exists", message, hint=hint)]
         then, now = (flat({name: getattr(p, name) for name in self.fixed}) for p in (before, self.plan))
         changed = [n for n in now if then.get(n) != now[n] and not (n in self.grows and then[n] < now[n])]
@@ -315,8 +315,8 @@ class Output(Generic[P]):
             return []
         settings = differing_settings(before.config, self.plan.config) if "config_hash" in changed else []
         differ = [*settings, *((n, then.get(n), now[n]) for n in changed if n != "config_hash")]
-        message = f"{self.path} holds another {self.what} ({'; '.join(_difference(*d) for d in differ)})"
-        return [Issue("--out", "exists", message, hint=f"{hint}, or continue with its options")]
+        message = f"{self.path} contains another {self.what} ({'; '.join(_difference(*d) for d in differ)})"
+        return [Issue("--out", "exists", message, hint=f"{hint}, or repeat its options to resume it")]
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock the directory. Raises ConfigError."""
@@ -325,9 +325,9 @@ class Output(Generic[P]):
     def begin(
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> tuple[dict[str, Any], Path, Manifest]:
-        """Prepare the data and begin; return the facts of `begin_with`, the shards and their manifest.
+        """Prepare the data and call `begin_with`; return its fields, the shard directory and the manifest.
 
-        Raises ConfigError for issues of the data, and if the machine, versions or data differ from before.
+        Raises ConfigError for issues with the data, or if the machine, versions or data have changed.
         """
         shards = prepare_data(config)
         manifest = read_manifest(shards)
@@ -336,9 +336,9 @@ class Output(Generic[P]):
         return self.begin_with(manifest.hash), shards, manifest
 
     def begin_with(self, data_hash: str) -> dict[str, Any]:
-        """Write the plan and the environment, with data that is prepared. Raises ConfigError as `begin`.
+        """Write the plan and the environment, after the data is prepared. Raises ConfigError like `begin`.
 
-        Returns the fields of a result file that name the machine, the configuration and the data.
+        Returns the fields of a result file that identify the machine, the configuration and the data.
         """
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
@@ -347,7 +347,7 @@ class Output(Generic[P]):
         if differ := [
             _difference(key, then.get(key), here[key]) for key in here if then.get(key) != here[key]
         ]:
-            message = f"{self.path} was begun with another machine, versions or data ({'; '.join(differ)})"
+            message = f"machine, versions or data differ from those of {self.path} ({'; '.join(differ)})"
             raise ConfigError([Issue("--out", "exists", message, hint="choose another directory")])
         options = {name: getattr(self.plan, name) for name in self.fixed}
         plan = (before or self.plan).model_copy(update={**options, "machine": here})
@@ -362,7 +362,7 @@ class Output(Generic[P]):
 
 
 class VerbOptions(NamedTuple):
-    """Options of every verb that measures, and its console."""
+    """Options common to all measuring verbs, and the console."""
 
     out: Path | None
     dry_run: bool
@@ -370,14 +370,14 @@ class VerbOptions(NamedTuple):
     console: Console
 
     def log(self, setup: Job) -> Log:
-        """Return the function that prints lines, after the warnings of the job."""
+        """Print the warnings of the job and return the function for printing lines."""
         log = logger(self.console, self.as_json)
         for line in setup.device_warnings():
             log(f"warning: {line}")
         return log
 
     def measure(self, output: Output[P], run: Callable[[], tuple[StoredFile, Report, int]]) -> int:
-        """End a dry run, or lock the directory, measure and write the result; return the exit code."""
+        """Lock the directory, measure and print the result (dry run: the plan); return the exit code."""
         if self.dry_run:
             if self.as_json:
                 sys.stdout.write(results.to_json(output.plan))
@@ -393,7 +393,7 @@ class VerbOptions(NamedTuple):
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
-    """Return the facts that must be equal for figures to compare."""
+    """Return the facts that must match for results to be comparable."""
     return {
         "cpu": machine["cpu_model"],
         "cores": machine["affinity_cores"],
@@ -406,4 +406,4 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
 def _difference(name: str, then: object, now: object) -> str:
     if isinstance(then, list | dict) or isinstance(now, list | dict):
         return f"{name} differs"
-    return f"{name}: {then} then, {now} now"
+    return f"{name}: {then} before, {now} now"

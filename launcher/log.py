@@ -1,4 +1,4 @@
-"""Output of a verb: lines on the console or on stderr, safe for a terminal and without secrets."""
+"""Print a verb's output to the console or to stderr, safe for a terminal and without secrets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 def console() -> Console:
-    """Make a console for stdout. A character that its encoding lacks becomes a question mark; what goes to a
-    file or a pipe is not wrapped, unless COLUMNS says so."""
+    """Create a console for stdout. Characters that cannot be encoded become question marks. Output to a file
+    or a pipe is not wrapped unless COLUMNS is set."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -35,7 +35,7 @@ def console() -> Console:
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
-    """Print on the console; a reader that has gone away must not end the run."""
+    """Print to the console. A closed pipe must not stop the run."""
     try:
         console.print(files.printable(what) if isinstance(what, str) else what, **options)
         console.file.flush()
@@ -51,7 +51,7 @@ def print_error(text: str) -> None:
 
 
 def logger(console: Console, as_json: bool) -> Log:
-    """Return the function that prints a verb's lines: on stderr where stdout takes JSON."""
+    """Return a verb's print function: to stderr if stdout carries JSON, else to the console."""
 
     def log(line: str) -> None:
         if as_json:
@@ -63,7 +63,7 @@ def logger(console: Console, as_json: bool) -> Log:
 
 
 def runnable(command: str) -> str:
-    """Return a command of ours as it works here: by an absolute path unless PATH finds this bert-dp."""
+    """Make a bert-dp command runnable here: with an absolute path unless PATH finds this bert-dp."""
     own, found = Path(sys.executable).with_name("bert-dp"), shutil.which("bert-dp")
     if not command.startswith("bert-dp ") or (found and own.exists() and os.path.samefile(found, own)):
         return command

@@ -1,7 +1,7 @@
 """Read and write result files, and define the models that several verbs share.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. An interval is [low, high], of 95 %. null: not measured.
+are fractions. Intervals are [low, high] at 95 %. null: not measured.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a default)
@@ -39,14 +39,14 @@ def load(path: Path, hint: str) -> Any:
 
 
 def find(path: Path, model: type[F]) -> F | None:
-    """Read a result file; None if it is absent or damaged."""
+    """Read a result file; return None if it is absent or damaged."""
     with contextlib.suppress(ConfigError):
         return read(path, model)
     return None
 
 
 def parse(data: Any, model: type[F], name: str) -> F:
-    """Validate the contents of a file called `name`. Raises ConfigError, with its first problem."""
+    """Validate the contents of the file `name`. Raises ConfigError with the first problem."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -64,7 +64,7 @@ def write(path: Path, file: StoredFile) -> None:
 
 
 def to_json(found: object) -> str:
-    """Format a result for `--json`; a number that is not finite is null."""
+    """Format a result for `--json`; non-finite numbers become null."""
     return (
         json.dumps(files.finite(plain(found) if isinstance(found, StoredModel) else found), indent=1) + "\n"
     )
@@ -74,32 +74,32 @@ MeasureStatus = Literal["complete", "partial", "failed"]
 
 
 class Measurement(StoredFile):
-    """The result of a verb that measures by several runs in one directory."""
+    """Result of a measuring verb: several trials in one directory."""
 
     schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
     reason: str | None = None  # cause of the failure
     date: str | None = None
-    seconds: float | None = None  # time of all trials, in every call
+    seconds: float | None = None  # total time of all trials, over all calls
     environment: dict[str, Any] = {}  # environment.json
     config_hash: str | None = None
     config: dict[str, Any] = {}  # the resolved configuration
     data_hash: str | None = None
     command: list[str] = []
-    ranks: int | None = None  # ranks of a trial
+    ranks: int | None = None  # ranks per trial
 
 
 class TuneFile(Measurement):
-    """tune.json of either search."""
+    """Contents of tune.json, common to both searches."""
 
-    hint: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
+    hint: ClassVar[str] = "repeat the `bert-dp tune` command with the same --out to rewrite it"
 
 
 class PlanFile(StoredFile):
-    """The options and the configuration with which an output directory was begun."""
+    """Options and configuration of the first call with an output directory."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1
     config_hash: str
     config: dict[str, Any] = {}
-    machine: dict[str, Any] | None = None  # facts that must be equal for figures to compare
+    machine: dict[str, Any] | None = None  # facts that must match for results to be comparable

@@ -1,4 +1,4 @@
-"""Confidence intervals: Student's t, and a bootstrap over repeats and blocks of steps."""
+"""Compute confidence intervals by Student's t, or by a bootstrap over repeats and blocks of steps."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 DRAWS = 2000
-BLOCK = 5  # steps that stay together: neighbours share a slow moment
+BLOCK = 5  # steps per block: a slow moment spans neighbouring steps
 LEVEL = 0.95
-WIDEST = 2.0  # high / low of an interval above which a ratio is not measurable
+WIDEST = 2.0  # largest high / low of a measurable ratio's interval
 NORMAL = 1.960  # two-sided quantile at LEVEL
 
 
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
-    """Draw mean step seconds of a cell by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
+    """Resample the mean step time of a cell by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
 
-    `repeats`: seconds of each timed step of each repeat. A draw takes as many repeats with replacement,
-    blocks of BLOCK steps within each, and the median over the repeats of their means. Few repeats understate
-    the spread: the logarithms are widened about their median by Student's t over the normal quantile, and by
-    sqrt(R / (R - 1)). Returns [DRAWS], or None for a single repeat.
+    `repeats`: [R] lists of the seconds of each timed step. A draw resamples R repeats with replacement, and
+    blocks of BLOCK steps within each; its value is the median of the R means. Few repeats understate the
+    spread, so the logarithms are widened about their median by (Student's t / normal quantile) and by
+    sqrt(R / (R - 1)). Returns seconds, [DRAWS], or None for a single repeat.
     """
     import numpy as np
 
@@ -46,12 +46,12 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Compute half the width of the mean's interval by Student's t, from two values or more."""
+    """Return half the width of the mean's confidence interval (Student's t), from two or more values."""
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def mean_interval(values: Sequence[float]) -> list[float] | None:
-    """Return the interval of the mean by Student's t; None for one value."""
+    """Return the confidence interval of the mean (Student's t), or None for a single value."""
     if len(values) < 2:
         return None
     mean, half = statistics.fmean(values), half_width(values)
@@ -59,19 +59,19 @@ def mean_interval(values: Sequence[float]) -> list[float] | None:
 
 
 def geometric_mean(ratios: Sequence[float]) -> tuple[float, list[float] | None]:
-    """Return the geometric mean and its interval, by Student's t over the logarithms."""
+    """Return the geometric mean and its confidence interval (Student's t on the logarithms)."""
     logs = [math.log(ratio) for ratio in ratios]
     interval = mean_interval(logs)
     return math.exp(statistics.fmean(logs)), interval and [math.exp(end) for end in interval]
 
 
 def is_measurable(interval: Sequence[float] | None) -> bool:
-    """Return False for a ratio whose interval is wider than a factor of WIDEST."""
+    """Check that the interval of a ratio, if known, spans at most a factor of WIDEST."""
     return interval is None or 0 < interval[1] <= WIDEST * interval[0]
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
-    """Draw [DRAWS] means of `steps` resampled in blocks, circular so that every step counts as much."""
+    """Draw [DRAWS] means of `steps` resampled in circular blocks to weight all steps equally."""
     import numpy as np
 
     count = -(-len(steps) // BLOCK)
@@ -82,7 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return [low, high], the central LEVEL of the draws."""
+    """Return the central LEVEL of the draws as [low, high]."""
     if draws is None:
         return None
     import numpy as np
@@ -92,5 +92,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Compute the interval of scale x over / under for two cells that were drawn independently."""
+    """Compute the interval of scale x over / under for two independently resampled cells."""
     return None if over is None or under is None else interval(scale * over / under)

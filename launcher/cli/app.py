@@ -24,7 +24,7 @@ from bert_dp.training.process import RunFailed
 from launcher.cli import evaluation, planning, reports, training, tuning
 from launcher.log import print_error
 
-SHARED = ("report", "data", "export")  # write where the user says, with the user's umask; others privately
+SHARED = ("report", "data", "export")  # write to the user's path with the user's umask; others privately
 
 BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 
 def _group(name: str, help: str, **verbs: Callable[..., int]) -> None:
-    """Register verbs of two words: `bert-dp NAME VERB`."""
+    """Register two-word verbs: `bert-dp NAME VERB`."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help)
     for verb, function in verbs.items():
         group.command(verb)(function)
@@ -103,7 +103,7 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
-    os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
+    os.environ["PYTHONSAFEPATH"] = "1"  # child processes import nothing from the current directory
     faulthandler.enable(file=2)
     for number in files.honoured((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
@@ -113,15 +113,15 @@ def main() -> None:
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a typer command line and return its exit code.
 
-    A failure is one line on stderr; an unexpected exception is shown with its traceback.
+    A failure is printed as one line on stderr, an unexpected exception with its traceback.
     """
     code = 0
     try:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
-            # no file could hold it
+            # no file could store it
             raise ConfigError([Issue("", "wrong_type", f"argument {a!a} is not UTF-8") for a in not_utf8])
         code = command() or 0
-        sys.stdout.flush()  # here, not at the interpreter's end: nobody may read it any more
+        sys.stdout.flush()  # here, not when the interpreter exits: the reader may have gone
         return code
     except (BrokenPipeError, SystemExit) as end:  # click turns the first into the second, with code 1
         broken = end.__context__ if isinstance(end, SystemExit) and end.code == 1 else end
@@ -154,7 +154,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         print_error(f"error: {path}{error.strerror or error}")
         return 2 if error.errno in BAD_PATH else 1
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's error for a wrong command line
             print_error(_usage_error(error))
             return int(error.exit_code)
         print_error(traceback.format_exc().rstrip())
@@ -169,7 +169,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _usage_error(error: Any) -> str:
-    """Return typer's message as one line with the option first, or the help of a group without its verb."""
+    """Format typer's message as one line, option first; return the help of a group without a verb."""
     shown = io.StringIO()
     error.show(shown)
     if "Error: " not in shown.getvalue():

@@ -1,4 +1,4 @@
-"""`eval glue`, `eval mlm`, `predict` and `export`: verbs that read a run."""
+"""Define the verbs `eval glue`, `eval mlm`, `predict` and `export`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def eval_glue(
     words: opt.Settings = None,
     data: opt.GlueData = None,
     tasks: Annotated[
-        Sequence[str], opt.parsed(opt.words, "NAME,...", "Default: all whose files are found.")
+        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks; default: all with files in --data.")
     ] = (),
     seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the median is its score.")] = 5,
     init: opt.Init = "checkpoint",
@@ -29,16 +29,16 @@ def eval_glue(
     json: opt.Json = False,
     set_: opt.Set = None,
 ) -> int:
-    """Finetune on every GLUE task with several seeds and score it.
+    """Finetune on every GLUE task with several seeds and report scores.
 
-    Scores are medians on the dev set, beside the score of a constant answer. Writes glue.json and a page.
+    Scores are medians on the dev set, next to the score of a constant answer. Writes glue.json and a page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
 
     settings = opt.settings_after_run(words, set_)
     if not data:
-        raise ConfigError([Issue("--data", "missing", "name the folder or archive with GLUE's files")])
+        raise ConfigError([Issue("--data", "missing", "pass the folder or archive with the GLUE files")])
     options = GlueOptions(tasks=list(tasks), seeds=seeds, init=init, ranks=nproc, launcher=launcher)
     return glue.evaluate(run, settings, options, data, opt.measuring(out, dry_run, json))
 
@@ -46,18 +46,18 @@ def eval_glue(
 def eval_mlm(
     run: opt.Run,
     texts: Annotated[
-        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs before them are compared.")
+        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Further runs before them are compared.")
     ],
-    documents: Annotated[str, Option(help="End of a document of plain text: line or blank_line.")] = "line",
+    documents: Annotated[str, Option(help="End of a document in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
     precision: opt.Precision = "auto",
     json: opt.Json = False,
 ) -> int:
-    """Measure the held-out loss of a run, or compare several, on any text.
+    """Measure the held-out loss of a run on any text, or compare several runs.
 
-    Shows the loss per token, and whole words in bits per byte, which compare across vocabularies. Intervals
-    are over documents.
+    Shows the loss per token, and that of whole words in bits per byte, comparable across vocabularies.
+    Intervals are over documents.
     """
     from launcher.evaluate import text_loss
 
@@ -73,11 +73,11 @@ def predict(
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
     ] = None,
-    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of a pair's second text.")] = None,
+    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Second text column of pairs.")] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
     precision: opt.Precision = "auto",
 ) -> None:
-    """Write a JSON line per example of a file.
+    """Write predictions for a file, one JSON line per example.
 
     A finetuned run gives labels with probabilities, or a score; a pretrained run gives encodings.
     """
@@ -95,8 +95,8 @@ def _export(form: ExportFormat, run: Path, out: Path, encoder: bool, precision: 
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:
     """Export for transformers.
 
-    The directory needs no code of ours: ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT, as the
-    run's positions and norms require, with tokenizer and model card.
+    The directory loads without our code, as ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT,
+    depending on the run's positions and norms. It includes the tokenizer and a model card.
     """
     return _export("hf", run, out, encoder, "fp32")
 
@@ -105,7 +105,7 @@ def export_onnx(
     run: opt.Run,
     out: opt.ExportOut,
     encoder: opt.WithoutHead = False,
-    int8: Annotated[bool, Option("--int8", help="Dynamic quantization of the weights.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Quantize the weights dynamically.")] = False,
 ) -> int:
     """Export model.onnx, for any batch size and any length up to the run's."""
     return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
@@ -115,23 +115,25 @@ def export_aoti(
     run: opt.Run,
     out: opt.ExportOut,
     encoder: opt.WithoutHead = False,
-    bf16: Annotated[bool, Option("--bf16", help="Weights and products in bf16.")] = False,
+    bf16: Annotated[bool, Option("--bf16", help="Use bf16 weights and matrix products.")] = False,
 ) -> int:
     """Export model.pt2 for Python or C++, compiled by AOTInductor for this kind of processor."""
     return _export("aoti", run, out, encoder, "bf16" if bf16 else "fp32")
 
 
 def export_check(
-    directory: Annotated[Path, Argument(metavar="DIR", show_default=False, help="Made by `bert-dp export`.")],
+    directory: Annotated[
+        Path, Argument(metavar="DIR", show_default=False, help="Output of `bert-dp export`.")
+    ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Its run; default: by its name here, in runs/ or beside DIR.")
+        Path | None, Option(metavar="RUN", help="Its run; default: by name here, in runs/ or beside DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:
     """Compare an exported directory with its run.
 
-    Batches of several sizes and lengths are computed by both; the directory is loaded in a process without
-    our code. Exit code 1 if they differ.
+    Runs batches of several sizes and lengths through both; the directory is loaded in a process without our
+    code. Exit code 1 if the results differ.
     """
     from launcher.evaluate import export
 

@@ -24,10 +24,10 @@ TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAM
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Make an option whose text `parse` converts; it raises BadParameter. `names`: if not the parameter's."""
+    """Create an option converted by `parse` (raises BadParameter). `names`: default: the parameter's."""
 
     def value_of(text: Any) -> Any:
-        return parse(text) if isinstance(text, str) else text  # a default is a value already
+        return parse(text) if isinstance(text, str) else text  # a default is already a value
 
     return Option(*names, parser=value_of, metavar=metavar, show_default=False, help=help)
 
@@ -52,12 +52,12 @@ def words(text: str) -> tuple[str, ...]:
     """Split at commas and drop repeated words."""
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if not all(found):
-        raise BadParameter(f"{text!r} is not a list of names with commas between")
+        raise BadParameter(f"{text!r} is not a comma-separated list of names")
     return found
 
 
 def engines(text: str) -> tuple[str, ...]:
-    """Parse engine names; `deepspeed` is `deepspeed-1`."""
+    """Parse engine names; `deepspeed` means `deepspeed-1`."""
     known = benchmark_names()
     names = [f"{name}-1" if f"{name}-1" in known else name for name in words(text)]
     if unknown := [name for name in names if name not in known]:
@@ -83,7 +83,7 @@ def seconds(text: str) -> float:
     except ValueError as error:
         raise BadParameter(str(error)) from None
     if not 0 < value <= MAX_SECONDS:
-        raise BadParameter(f"{text!r} must be above 0, for example 5m, and at most {MAX_SECONDS:g} s")
+        raise BadParameter(f"{text!r} must be above 0 (for example 5m) and at most {MAX_SECONDS:g} s")
     return value
 
 
@@ -99,7 +99,7 @@ def program(text: str) -> tuple[str, ...]:
     except ValueError as error:
         raise BadParameter(f"{text!r}: {error}") from None
     if not found or shutil.which(found[0]) is None:
-        raise BadParameter(f"{text!r} begins with no program that can be run")
+        raise BadParameter(f"{text!r} does not start with an executable program")
     return tuple(found)
 
 
@@ -110,15 +110,15 @@ def launcher(text: str) -> str:
     return text
 
 
-# --- options, by the order in which they appear
+# --- options, in order of appearance
 
-CONFIG_HELP = "YAML file or a name that `bert-dp configs` lists (default: quickstart), and settings."
+CONFIG_HELP = "YAML file or a name from `bert-dp configs` (default: quickstart), and settings."
 Words = Annotated[
     list[str] | None, Argument(metavar="CONFIG | SETTING=VALUE", show_default=False, help=CONFIG_HELP)
 ]
 Settings = Annotated[
     list[str] | None,
-    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings on top of the recipe in configs/."),
+    Argument(metavar="SETTING=VALUE", show_default=False, help="Overrides for the recipe in configs/."),
 ]
 Set = Annotated[
     list[str] | None, Option("--set", metavar="a.b=v", help="Another way to write SETTING=VALUE; repeatable.")
@@ -129,7 +129,7 @@ Run = Annotated[
 ]
 Nproc = Annotated[str, Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")]
 Launcher = Annotated[
-    str, parsed(launcher, "NAME", "Starts the ranks: torchrun (the default), accelerate or deepspeed.")
+    str, parsed(launcher, "NAME", "Launcher of the ranks: torchrun (default), accelerate or deepspeed.")
 ]
 Tensor = Annotated[Sequence[int], parsed(counts, "N,...", "Tensor-parallel sizes; default: 1.")]
 RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
@@ -137,20 +137,20 @@ Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or
 MaxRestarts = Annotated[
     int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
 ]
-Nnodes = Annotated[int | None, Option(min=1, metavar="N", help="Nodes, each of which runs this command.")]
-NodeRank = Annotated[int | None, Option(metavar="K", help="Number of this node; from 0.")]
-Rendezvous = Annotated[str | None, Option(metavar="HOST:PORT", help="An address of node 0.")]
+Nnodes = Annotated[int | None, Option(min=1, metavar="N", help="Number of nodes; run this command on each.")]
+NodeRank = Annotated[int | None, Option(metavar="K", help="Number of this node, from 0.")]
+Rendezvous = Annotated[str | None, Option(metavar="HOST:PORT", help="Address of node 0.")]
 Interface = Annotated[
-    str | None, Option(metavar="IF", help="Network interface; default: that of the route to HOST.")
+    str | None, Option(metavar="IF", help="Network interface; default: the one that routes to HOST.")
 ]
 Force = Annotated[bool, Option("--force", help="Start even if the estimated memory does not fit.")]
 GlueTask = Annotated[str | None, Option("--task", metavar="NAME", help="GLUE task; needs --data.")]
-GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with GLUE's files; repeatable.")]
+GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with the GLUE files; repeatable.")]
 TrainFile = Annotated[str | None, Option(metavar="FILE", help="CSV, TSV, JSONL, Parquet or hub:NAME.")]
 DevFile = Annotated[str | None, Option(metavar="FILE", help="Examples to score.")]
-TextColumn = Annotated[str | None, Option(metavar="COLUMN", help="Column of the text; default: text.")]
+TextColumn = Annotated[str | None, Option(metavar="COLUMN", help="Text column; default: text.")]
 PairColumn = Annotated[
-    str | None, Option(metavar="COLUMN", help="Column of a second text; default: text_pair.")
+    str | None, Option(metavar="COLUMN", help="Column of the second text; default: text_pair.")
 ]
 LabelColumn = Annotated[str | None, Option(metavar="COLUMN", help="Label column; default: label.")]
 LabelKinds = Annotated[
@@ -167,8 +167,7 @@ Precision = Annotated[
     Option(help="fp32: the weights' precision; bf16: autocast; auto: bf16 on a GPU that supports it."),
 ]
 Out = Annotated[
-    Path | None,
-    Option(help="Output directory; the same one continues. Default: below scaling/, tune/ or eval/."),
+    Path | None, Option(help="Output directory; reuse one to resume. Default: in scaling/, tune/ or eval/.")
 ]
 ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; new or empty.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
@@ -177,26 +176,26 @@ Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 def measuring(out: Path | None, dry_run: bool, json: bool) -> VerbOptions:
-    """Return the options of a verb that measures."""
+    """Bundle the options of a measuring verb."""
     return VerbOptions(out, dry_run, json, console())
 
 
 def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Split a verb's arguments into its configuration and its settings, followed by those of --set.
+    """Split a verb's arguments into configuration and settings, and append the settings of --set.
 
     Raises ConfigError.
     """
     names = [word for word in words or [] if "=" not in word]
     if len(names) > 1:
         message = f"{' and '.join(names)} are two configurations"
-        raise ConfigError([Issue("CONFIG", "conflict", message, hint="give one, and settings as a.b=value")])
+        raise ConfigError([Issue("CONFIG", "conflict", message, hint="pass one, and settings as a.b=value")])
     settings = [word for word in words or [] if "=" in word]
     return names[0] if names else None, [*settings, *(overrides or [])]
 
 
 def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | None) -> list[str]:
-    """Return the settings of a verb whose configuration follows from its RUN. Raises ConfigError."""
+    """Return the settings of a verb with a RUN in place of a configuration. Raises ConfigError."""
     name, settings = split_words(words, overrides)
     if name is not None:
-        raise ConfigError([Issue(name, "wrong_type", "expected a setting as a.b=value after the RUN")])
+        raise ConfigError([Issue(name, "wrong_type", "expected a setting a.b=value after RUN")])
     return settings

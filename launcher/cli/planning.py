@@ -1,4 +1,4 @@
-"""`plan`, `plan fit` and `plan scaling`."""
+"""Define the verbs `plan`, `plan fit` and `plan scaling`."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def plan(
     gpu: Annotated[
         str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier or --from.")
     ] = None,
-    gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Devices of one node.")] = 1,
+    gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Devices on one node.")] = 1,
     config: Annotated[
-        str, Option(help="Tokenizer, data, batch, optimizer and kind of model.")
+        str, Option(help="Configuration with tokenizer, data, batch, optimizer and model kind.")
     ] = "crammed-bert",
-    frontier: Annotated[Path | None, Option(help="frontier.json of `bert-dp plan fit`.")] = None,
+    frontier: Annotated[Path | None, Option(help="frontier.json from `bert-dp plan fit`.")] = None,
     from_: Annotated[
         Path | None,
-        Option("--from", help="Run directory or scaling.json that measured the speed of --config."),
+        Option("--from", help="Run directory or scaling.json with the measured speed of --config."),
     ] = None,
     tokens_per_parameter: Annotated[
         float | None, Option(min=0.1, max=1e6, help="Ratio to use without a frontier.")
     ] = None,
-    keep_model: Annotated[bool, Option("--keep-model", help="Plan the model of --config as it is.")] = False,
+    keep_model: Annotated[bool, Option("--keep-model", help="Plan the model of --config unchanged.")] = False,
     tokens_available: Annotated[
-        float | None, Option(min=1, max=1e15, help="Tokens of your data: tells the epochs.")
+        float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute epochs.")
     ] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
-    price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device and hour.")] = None,
+    price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device hour.")] = None,
     watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device.")] = None,
-    pue: Annotated[float, Option(min=1, max=10, help="Power of the building / of the machines.")] = 1.0,
+    pue: Annotated[float, Option(min=1, max=10, help="Power of the building / power of the machines.")] = 1.0,
     grid: Annotated[str | None, Option(help="Region of plan/grid.yaml for CO2: world, France, ...")] = None,
     g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
     out: Annotated[Path, Option(help="Configuration to write; default: planned.yaml.")] = OUT,
-    page: Annotated[Path | None, Option(help="Page to write: the calculator with sliders.")] = None,
+    page: Annotated[Path | None, Option(help="HTML page to write: a calculator with sliders.")] = None,
     json: opt.Json = False,
 ) -> int:
-    """Plan what a budget buys: model, tokens and loss."""
+    """Plan the model, tokens and loss for a budget."""
     if context.invoked_subcommand is not None:
         return 0
     from launcher import results
@@ -77,13 +77,13 @@ def plan_fit(
     out: Annotated[Path, Option(help="File to write.")] = Path("frontier.json"),
     json: opt.Json = False,
 ) -> int:
-    """Fit the loss over parameters and tokens to completed runs."""
+    """Fit the loss as a function of parameters and tokens to completed runs."""
     from launcher import results
     from launcher.plan import budget, fit
     from launcher.report.page import show_result
 
     if (table is None) == (not runs):
-        raise ConfigError([Issue("RUNS", "missing", "give runs or --table, not both", None, "--table")])
+        raise ConfigError([Issue("RUNS", "missing", "pass runs or --table, not both", None, "--table")])
     if issues := budget.folder_issues("--out", out):
         raise ConfigError(issues)
     found = fit.fit_runs(fit.read_table(table)) if table else fit.fit_runs(*fit.read_runs(runs or []))
@@ -102,12 +102,12 @@ def plan_scaling(
         float | None, Option(min=1e-3, help="Sequences/s on one GPU; instead of --from.")
     ] = None,
     micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
-    gpu: Annotated[str | None, Option(help="Its GPU, for the optimizer's time: A100-80G, ...")] = None,
-    link: Annotated[str | None, Option(help="Within a node: nvlink4, pcie4, ...; default: measured.")] = None,
-    inter: Annotated[str | None, Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
-    gpus_per_node: Annotated[
-        int | None, Option(min=1, help="Default: 8; all of them on one measured link.")
+    gpu: Annotated[str | None, Option(help="GPU of --seq-per-s, for optimizer time: A100-80G, ...")] = None,
+    link: Annotated[
+        str | None, Option(help="Link in a node: nvlink4, pcie4, ...; default: measured.")
     ] = None,
+    inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
+    gpus_per_node: Annotated[int | None, Option(min=1, help="Default: 8; with a measured link: all.")] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
     tensor: opt.Tensor = (1,),

@@ -1,4 +1,4 @@
-"""`report`, `runs`, `checkpoints` and `doctor`."""
+"""Define the verbs `report`, `runs`, `checkpoints` and `doctor`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(
         list[Path], Argument(help="Runs or GLUE evaluations to compare, a benchmark or a search.")
     ],
     out: Annotated[Path | None, Option(help="HTML file; default: DIR/report.html.")] = None,
-    json: Annotated[bool, Option("--json", help="Print the report as JSON; write no page.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON; write no page.")] = False,
     log_to: Annotated[
         Sequence[str],
         opt.parsed(opt.loggers, "NAME,...", "Send the runs to wandb, mlflow, tensorboard or trackio."),
@@ -61,9 +61,9 @@ def report(
 
 
 def report_of(run_dirs: Sequence[Path]) -> Report:
-    """Build the report of directories by the result files in them.
+    """Build the report of directories from their result files.
 
-    Raises ConfigError if one holds no result, or if they cannot be compared.
+    Raises ConfigError if one contains no result, or if they cannot be compared.
     """
     from launcher import evaluate, results, tune
     from launcher.evaluate.glue_scores import Glue, compare_report, glue_report
@@ -81,7 +81,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     first, (kind, *others) = run_dirs[0], dict.fromkeys(held.values())
     if others:
         names = ", ".join(f"{path} ({name or 'no result'})" for path, name in held.items())
-        message = f"only runs, or GLUE evaluations, compare: {names}"
+        message = f"only runs or GLUE evaluations can be compared: {names}"
         raise ConfigError([Issue("RUN_DIRS", "conflict", message)])
     if kind is None:
         if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
@@ -90,14 +90,14 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     if len(run_dirs) == 1:
         return pages[kind](first / kind)
     if kind != evaluate.FILE:
-        raise ConfigError([Issue("RUN_DIRS", "conflict", f"only one directory with {kind} makes a page")])
+        raise ConfigError([Issue("RUN_DIRS", "conflict", f"pass a single directory with {kind}")])
     return compare_report(run_dirs)
 
 
 def _no_run(setting: str, path: Path) -> Issue:
-    """Return the issue of a path that is no run directory, with those that may be meant."""
+    """Create the issue for a path that is not a run directory, with runs in it as the hint."""
     runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
-    hint = f"it holds runs, name one: {', '.join(runs[:3])}" if runs else None
+    hint = f"choose a run in it: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
 
 
@@ -109,13 +109,13 @@ def runs(
 ) -> int:
     """List the runs in a directory, newest first.
 
-    With --json a record holds all settings of its run too.
+    With --json, each record also contains all settings of its run.
     """
     from launcher.report import run_files
     from launcher.report.page import Quantity, Report, ReportSection, show_report, table
 
     if not directory.is_dir():
-        raise ConfigError([Issue("DIR", "not_found", f"{directory} is no directory", str(directory))])
+        raise ConfigError([Issue("DIR", "not_found", f"{directory} is not a directory", str(directory))])
     rows = run_files.list_runs(directory)
     if json:
         typer.echo(jsonlib.dumps(files.finite(rows), indent=1))
@@ -132,7 +132,7 @@ def runs(
     listed = table([(row["run"], row) for row in rows], quantities, corner="run")
     show_report(opt.console(), Report("", sections=[ReportSection("", tables=[listed])]))
     if not rows:
-        typer.echo(f"{directory} holds no run")
+        typer.echo(f"{directory} contains no runs")
     return 0
 
 
@@ -149,8 +149,8 @@ def checkpoints(
 
     paths = files.list_checkpoints(run / "checkpoints")
     if not paths:
-        message = f"{run} holds no checkpoint" if run.exists() else f"{run} does not exist"
-        hint = "name the directory of a run, which has checkpoints/"
+        message = f"{run} contains no checkpoint" if run.exists() else f"{run} does not exist"
+        hint = "pass a run directory, which contains checkpoints/"
         raise ConfigError([Issue("RUN", "not_found", message, str(run), hint=hint)])
     losses = heldout_losses(run)
     found = [_describe(path, losses) for path in paths]
@@ -159,11 +159,11 @@ def checkpoints(
 
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Verify one checkpoint; `problem` is null if it is sound. `losses`: held-out loss by step."""
+    """Verify one checkpoint; `problem` is null if it is intact. `losses`: held-out loss by step."""
     from bert_dp.training import checkpoint
 
     facts, num_bytes = None, None
-    with contextlib.suppress(OSError, ValueError):  # a run that goes on may remove it meanwhile
+    with contextlib.suppress(OSError, ValueError):  # an active run may remove it meanwhile
         num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         facts = files.read_checkpoint_facts(path)
     return {
@@ -181,11 +181,11 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     from launcher.report.formats import count_of
     from launcher.report.page import Quantity, Report, ReportSection, Verdict, table
 
-    advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
+    advice = ["Remove it; a run resumes from the newest intact checkpoint."]
     damaged = [
         Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
     ]
-    sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
+    sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file matches its hash")
     quantities: list[Quantity] = [
         Quantity("step", "step", "count"),
         Quantity("samples", "samples", "count"),
@@ -200,19 +200,19 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
 
 
 def doctor(
-    run_dir: Annotated[Path | None, Option(help="Where runs would be written; default: here.")] = None,
-    data: Annotated[Path | None, Option(help="Over several nodes: shards that all of them have.")] = None,
+    run_dir: Annotated[Path | None, Option(help="Directory for runs; default: here.")] = None,
+    data: Annotated[Path | None, Option(help="With several nodes: shards present on all of them.")] = None,
     nnodes: opt.Nnodes = None,
     node_rank: opt.NodeRank = None,
     rendezvous: opt.Rendezvous = None,
     interface: opt.Interface = None,
     json: opt.Json = False,
 ) -> int:
-    """Check this machine before a run does.
+    """Check this machine before a run.
 
-    Devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an all-reduce, in
-    less than 30 s. Over several nodes node 0 also compares their versions, data, view of --run-dir and
-    clocks, and measures the link to each. Exit code 1 if a run would fail.
+    Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
+    all-reduce, in less than 30 s. With several nodes, node 0 also compares their versions, data, view of
+    --run-dir and clocks, and measures the link to each node. Exit code 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_result
@@ -221,9 +221,7 @@ def doctor(
 
     place, code = find_place(nnodes, node_rank, rendezvous, interface), 0
     if place is None and data is not None:
-        raise ConfigError(
-            [Issue("--data", "no_effect", "is compared over several nodes", hint="add --nnodes")]
-        )
+        raise ConfigError([Issue("--data", "no_effect", "has no effect on one node", hint="add --nnodes")])
     machine, findings = checks.doctor(run_dir)
     if place is not None:
         more, code = check(place, run_dir or Path(), data, logger(opt.console(), json))

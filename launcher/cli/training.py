@@ -1,4 +1,4 @@
-"""`train`, `finetune`, `distill`, `configs`, `data build` and `data inspect`."""
+"""Define the verbs `train`, `finetune`, `distill`, `configs`, `data build` and `data inspect`."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def train(
     dry_run: opt.DryRun = False,
     gpu: Annotated[
         str | None,
-        Option(help="With --dry-run: GPUs that are not there, H100-SXM-80G, ...; --nproc of them, or one."),
+        Option(help="With --dry-run: assume --nproc GPUs (auto: one) of this kind: H100-SXM-80G, ..."),
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
-        bool, Option("--allow-code", help="Run the Python files that `task` and `optim.name` name.")
+        bool, Option("--allow-code", help="Run the Python files given by `task` and `optim.name`.")
     ] = False,
     profile: Annotated[
-        str | None, Option(metavar="FIRST:END", help="Profile these steps; 10:13 is 10, 11 and 12.")
+        str | None, Option(metavar="FIRST:END", help="Steps to profile; 10:13 means 10, 11 and 12.")
     ] = None,
     profile_ranks: Annotated[
-        str | None, Option(metavar="N,...", help="Ranks that --profile records; default: 0.")
+        str | None, Option(metavar="N,...", help="Ranks to profile; default: 0.")
     ] = None,
     nnodes: opt.Nnodes = None,
     node_rank: opt.NodeRank = None,
     rendezvous: opt.Rendezvous = None,
     interface: opt.Interface = None,
 ) -> int:
-    """Pretrain; by default two minutes on built-in text.
+    """Pretrain, by default for two minutes on built-in text.
 
-    Over several nodes --nnodes, --node-rank and --rendezvous follow from Slurm's, Kubeflow's and SkyPilot's
-    variables.
+    For several nodes, --nnodes, --node-rank and --rendezvous default to the variables of Slurm, Kubeflow and
+    SkyPilot.
     """
     from launcher import job
     from launcher.run import train
@@ -78,11 +78,11 @@ def train(
         nproc = place.nproc
     if elastic and not max_restarts:
         hint = "add --max-restarts K"
-        issues.append(Issue("--elastic", "no_effect", "no restart is allowed", hint=hint))
+        issues.append(Issue("--elastic", "no_effect", "has no effect without restarts", hint=hint))
     if profile_ranks is not None and profile is None:
-        issues.append(Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END"))
+        issues.append(Issue("--profile-ranks", "no_effect", "has no effect without --profile FIRST:END"))
     if gpu is not None and not dry_run:
-        message = "goes with --dry-run: it names GPUs that are not there"
+        message = "has no effect without --dry-run: it assumes GPUs of another machine"
         issues.append(Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run"))
     if issues:
         raise ConfigError(issues)
@@ -97,14 +97,14 @@ def train(
     overrides = settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
         if place is not None:
-            message, hint = "auto is searched on one node", "run `bert-dp tune batch` first"
+            message, hint = "auto is supported on one node only", "run `bert-dp tune batch` first"
             raise ConfigError([Issue("batch.micro_size", "unsupported", message, "auto", "--nnodes", hint)])
         from launcher.tune.batch import resolve_auto_batch
 
         overrides, failed = resolve_auto_batch(config, settings, **how, console=opt.console())
         if failed:
             return failed
-    searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
+    searched = overrides != settings and not dry_run  # a measured micro batch needs no estimate
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
         from launcher.plan import dry_run as absent
@@ -125,9 +125,7 @@ def train(
 
 
 def finetune(
-    run: Annotated[
-        Path, Argument(help="Pretrained run, a checkpoint of one, or hf:DIR.", show_default=False)
-    ],
+    run: Annotated[Path, Argument(help="Pretrained run, its checkpoint, or hf:DIR.", show_default=False)],
     words: opt.Settings = None,
     task: opt.GlueTask = None,
     data: opt.GlueData = None,
@@ -136,9 +134,9 @@ def finetune(
     test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict.")] = None,
     dev_fraction: Annotated[
         float | None,
-        Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train that becomes dev."),
+        Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train to use as dev set."),
     ] = None,
-    seeds: Annotated[int, Option(min=1, max=100, help="Runs, each with a seed of its own.")] = 1,
+    seeds: Annotated[int, Option(min=1, max=100, help="Number of runs, each with a different seed.")] = 1,
     text: opt.TextColumn = None,
     text_pair: opt.PairColumn = None,
     label: opt.LabelColumn = None,
@@ -155,8 +153,8 @@ def finetune(
 ) -> int:
     """Train a classifier or regressor from a pretrained run.
 
-    It uses the training loop of `train`: N ranks train what one trains. The last line has the scores;
-    RUN/predictions.jsonl has the prediction for each example.
+    The training loop is that of `train`: N ranks train the same model as one rank. The last line shows the
+    scores; RUN/predictions.jsonl contains the prediction for each example.
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
@@ -196,7 +194,7 @@ def distill(
     words: Annotated[
         list[str] | None,
         Argument(
-            metavar="SETTING=VALUE", show_default=False, help="Settings on top of configs/distill.yaml."
+            metavar="SETTING=VALUE", show_default=False, help="Settings that override configs/distill.yaml."
         ),
     ] = None,
     student: Annotated[
@@ -216,18 +214,18 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL with text, text_pair (of pairs) and logits, of any model."),
+        Option(metavar="FILE", help="JSONL with text, text_pair (for pairs) and logits, from any model."),
     ] = None,
     copies: Annotated[
         int | None,
-        Option(min=0, metavar="K", help="Changed copies of a training example; default: 20, of pairs 10."),
+        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20, for pairs 10."),
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
-        Option(help="Words to replace with: of the same part of speech (pos), or of a language model (mlm)."),
+        Option(help="Replacement words: of the same part of speech (pos) or from a language model (mlm)."),
     ] = "pos",
     embeddings: Annotated[
-        str, Option(metavar="random|teacher|FILE", help="First embedding of a BiLSTM; FILE: text vectors.")
+        str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: text vectors.")
     ] = "random",
     nproc: opt.Nproc = "auto",
     run_dir: opt.RunDir = None,
@@ -236,8 +234,8 @@ def distill(
 ) -> int:
     """Train a small student on the logits of a finetuned run.
 
-    The teacher labels the training examples and changed copies of them, once; then the student learns by the
-    loop of `train`.
+    The teacher labels the training examples and augmented copies of them once; then the student is trained
+    in the loop of `train`.
     """
     from launcher.evaluate import distill as distilling
     from launcher.evaluate import finetune as finetuning
@@ -270,7 +268,7 @@ def distill(
 def configs(
     name: Annotated[str | None, Argument(help="Configuration to print, or slurm.sbatch.")] = None,
 ) -> int:
-    """List the shipped configurations, what they export to, and the Slurm script, or print one."""
+    """List the shipped configurations, their export classes and the Slurm script, or print one."""
     scripts = {path.name: path for path in shipped_configs().glob("*.sbatch")}
     if name is not None:
         typer.echo((scripts.get(name) or find_config(name)).read_text(), nl=False)
@@ -281,7 +279,7 @@ def configs(
         config = load_config(path, ["data.path=shards", "run.init_from=null", "batch.micro_size=1"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
         if config.has_examples or "init_from: hf:" in path.read_text():
-            name = "as its source"  # the run or the hf:DIR that it begins with
+            name = "as its source"  # of the run or hf:DIR to start from
         typer.echo(f"{path.stem:<18} {name:<20} {summary}")
     for name, path in scripts.items():
         typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")
@@ -293,7 +291,7 @@ def data_build(
     words: Annotated[list[str], Argument(metavar="SOURCE | SETTING=VALUE", help=opt.TEXTS)],
     out: Annotated[Path, Option(help="Directory to write.")],
     vocab_size: Annotated[
-        int | None, Option(help="Tokens of the tokenizer to train; default: 32,768.")
+        int | None, Option(help="Vocabulary size of the tokenizer to train; default: 32,768.")
     ] = None,
     sequence_length: Annotated[int, Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, Option(help="Existing tokenizer.json; default: train one.")] = None,
@@ -307,12 +305,12 @@ def data_build(
 ) -> int:
     """Build token shards from text.
 
-    Steps: filter, deduplicate, train a tokenizer, tokenize and pack; a manifest has the hash of each shard.
-    Settings are those of data.build.
+    Steps: filter, deduplicate, train a tokenizer, tokenize and pack. A manifest contains the hash of each
+    shard. Settings: data.build.*.
     """
     from launcher import datasets
 
-    # a path may have a = too, as in data/lang=en/
+    # a path may also contain =, as in data/lang=en/
     settings = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
     options = [f"data.build.source_format={format}", f"data.build.text_field={jsonlib.dumps(text_key)}"]
     return datasets.build(
@@ -329,7 +327,7 @@ def data_build(
 
 
 def data_inspect(
-    directory: Annotated[Path, Argument(help="Directory made by `bert-dp data build`.")],
+    directory: Annotated[Path, Argument(help="Directory written by `bert-dp data build`.")],
     json: opt.Json = False,
 ) -> int:
     """Verify the hashes of shards; show their counts, entropies and samples."""

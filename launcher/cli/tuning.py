@@ -1,4 +1,4 @@
-"""`scale`, `tune batch` and `tune lr`."""
+"""Define the verbs `scale`, `tune batch` and `tune lr`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scale(
         2,
     ),
     mode: Annotated[
-        Literal["weak", "strong", "both"], Option(help="Keep the batch per rank, or the global batch.")
+        Literal["weak", "strong", "both"], Option(help="Keep the batch per rank (weak) or globally (strong).")
     ] = "weak",
     engine: Annotated[
         Sequence[str],
@@ -28,8 +28,8 @@ def scale(
     ] = ("ddp",),
     tensor: opt.Tensor = (1,),
     launcher: opt.Launcher = "torchrun",
-    repeats: Annotated[int, Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
-    steps: Annotated[int, Option(min=2, help="Timed optimizer steps of a run.")] = 50,
+    repeats: Annotated[int, Option(min=1, max=1000, help="Runs per cell, in random order.")] = 3,
+    steps: Annotated[int, Option(min=2, help="Timed optimizer steps per run.")] = 50,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps before them.")] = 20,
     accumulation: Annotated[int | None, Option(min=1, help="Micro batches per step; default: 1.")] = None,
     set_: opt.Set = None,
@@ -37,10 +37,10 @@ def scale(
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
-    """Measure scaling efficiency by a grid of real runs.
+    """Measure scaling efficiency with a grid of real runs.
 
-    Controls are added: one rank without a process group (the baseline), ddp on one rank, and for every N the
-    ceiling, N independent copies.
+    Controls are added: one rank without a process group (the baseline), ddp on one rank, and, for every N, N
+    independent copies (the ceiling).
     """
     from launcher.plan.scaling import predict_measured
     from launcher.scale import benchmark, grid
@@ -65,21 +65,21 @@ def scale(
 
 def tune_batch(
     words: opt.Words = None,
-    nproc: Annotated[str, Option(help="Ranks of a trial: auto or a number.")] = "auto",
+    nproc: Annotated[str, Option(help="Ranks per trial: auto or a number.")] = "auto",
     budget: Annotated[
         float, opt.parsed(opt.seconds, "TIME", "Time for all trials: 90s, 5m (default), 1h.")
     ] = 300.0,
-    memory: Annotated[float | None, Option(help="GiB per rank; default: what is free.")] = None,
+    memory: Annotated[float | None, Option(help="GiB per rank; default: the free memory.")] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
     out: opt.Out = None,
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
-    """Find the micro batch of a rank by real runs.
+    """Find the micro batch of a rank with real runs.
 
-    The result is the smallest micro batch within 3 % of the best throughput. The global batch stays;
-    accumulation follows. Memory per rank and gradient noise scale are also shown.
+    The result is the smallest micro batch within 3 % of the best throughput. The global batch is kept by
+    adjusting accumulation. Memory per rank and gradient noise scale are also shown.
     """
     from launcher.tune import batch as search
 
@@ -90,11 +90,11 @@ def tune_batch(
 
 def tune_lr(
     words: opt.Words = None,
-    nproc: Annotated[int | None, Option(min=1, help="Ranks of a trial; default: one replica's.")] = None,
-    rates: Annotated[int, Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
-    seeds: Annotated[int, Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: one replica.")] = None,
+    rates: Annotated[int, Option(min=3, max=20, help="Rates in the first rung, a factor of 2 apart.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Seeds per finalist.")] = 3,
     tokens: Annotated[
-        float | None, Option(min=1, help="Tokens of a whole run; default: the configuration's.")
+        float | None, Option(min=1, help="Tokens of a full run; default: the configuration's.")
     ] = None,
     budget: Annotated[
         float | None, opt.parsed(opt.seconds, "TIME", "Shorten the runs to fit in 90s, 30m, 2h.")
@@ -105,10 +105,10 @@ def tune_lr(
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
-    """Find the learning rate by short complete runs.
+    """Find the learning rate with short complete runs.
 
-    A range test finds the divergence edge, a ladder of rates on short runs follows, and the best of them are
-    compared on whole runs with several seeds by held-out loss. Writes tune.json and tuned.yaml for `train`.
+    A range test finds the divergence limit. A ladder of rates is then tried on short runs, and the best are
+    compared on full runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml for `train`.
     """
     from launcher.plan.dry_run import speed_here
     from launcher.tune import lr as search

@@ -1,1 +1,1 @@
-"""Facts about this machine, and checks of it."""
+"""Read facts about this machine and check it."""

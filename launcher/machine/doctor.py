@@ -1,4 +1,4 @@
-"""`doctor`: checks of this machine, each with its consequence for a run and a fix. Torch-free."""
+"""Check this machine for `doctor`: findings with their consequence for a run and a fix. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launcher.report.formats import format_gib
 from launcher.report.page import Report, Verdict
 
 MIN_TORCH = (2, 11)
-CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # limits; with the probe of the machine doctor takes under 30 s
+CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # limits; with the machine probe, doctor takes under 30 s
 LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
@@ -27,7 +27,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of `doctor`: an observation and, unless it is ok, its consequence and its fix."""
+    """One line of `doctor`: an observation and, unless ok, its consequence and fix."""
 
     level: Level
     message: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
-    """Build the report: the machine in one line, and each finding with its consequence and its fix."""
+    """Build the report: the machine in one line, then each finding with its consequence and fix."""
     gpus = ", ".join(f"{gpu.name} {format_gib(gpu.memory_gib)}" for gpu in machine.gpus) or "no GPU"
     title = f"{machine.cpu_model}, {machine.usable_cores:g} usable cores, {gpus}"
     return Report(
@@ -52,9 +52,9 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
-    """Check the machine in under 30 s. `run_dir`: where a run would be written.
+    """Check the machine in under 30 s. `run_dir`: directory for runs.
 
-    Every process that it starts has ended when it returns, and ends with it when it is killed.
+    No child process outlives it, even if it is killed.
     """
     target = run_dir or Path()
     env = probe(target)
@@ -66,19 +66,19 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
 
 def _finding(good: bool, message: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
-    """Make a finding; `level` is used where it is not good."""
+    """Make a finding, of `level` unless `good`."""
     return Finding("ok", message) if good else Finding(level, message, consequence, fix)
 
 
 def diagnose(env: Environment) -> list[Finding]:
-    """Return the findings that follow from the facts in `env` alone."""
+    """Derive findings from `env`, without further measurements."""
     torch, gpus = env.versions.get("torch"), len(env.gpus)
     build = "CPU" if "+cpu" in (torch or "") else "GPU"
-    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks an instance
+    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks a MIG instance
     visible = (
         f"{gpus} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
     )
-    absent = "names no GPU that is there" if env.names_absent_gpus else "leaves the others idle"
+    absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the others idle"
     ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
     numa_nodes = len(env.numa_cores) or 1
     gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
@@ -91,14 +91,14 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             torch is not None and tuple(map(int, re.findall(r"\d+", torch)[:2])) >= MIN_TORCH,
             f"python {env.python}, torch {torch or 'is not installed'}",
-            "torch 2.11 or newer is needed; every rank stops at start",
+            "torch 2.11 or newer is needed; every rank fails at startup",
             "pip install 'torch>=2.11'",
             "fail",
         ),
         _finding(
             not (env.gpus and build == "CPU"),
             f"torch build: {build}, {gpus} GPUs",
-            "the GPUs stay unused",
+            "the GPUs remain unused",
             "install the CUDA build of the same version",
             "fail",
         ),
@@ -112,7 +112,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
             f"shared memory (/dev/shm): {format_gib(env.shm_gib)}",
-            "NCCL between GPUs of one node fails with a bus error or cannot start",
+            "NCCL between the GPUs of a node fails with a bus error or cannot start",
             "start the container with --shm-size=8g or --ipc=host",
         ),
         _finding(
@@ -130,20 +130,20 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"processes: limit {'none' if env.max_processes is None else env.max_processes}",
-            "'resource temporarily unavailable': a rank has 50 threads or more, and each counts",
-            "ulimit -u 16384 before the start, or raise the container's pids limit",
+            "'resource temporarily unavailable': a rank has 50 or more threads, and each one counts",
+            "run `ulimit -u 16384` first, or raise the container's pids limit",
         ),
         _finding(
             env.usable_cores >= ranks,
             f"cores: {env.usable_cores:g} usable for {ranks} {kind} ranks",
             "ranks share cores, so all wait for the slowest one",
-            "add cores, or start fewer with --nproc",
+            "add cores, or start fewer ranks with --nproc",
         ),
         _finding(
             all(env.numa_cores.get(node) for node in gpu_nodes),
-            f"NUMA nodes: {numa_nodes}, usable {cores}; of GPUs: {', '.join(gpu_nodes) or 'none'}",
-            "ranks reach a GPU over the link between sockets",
-            "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
+            f"NUMA nodes: {numa_nodes}, usable {cores}; nodes of GPUs: {', '.join(gpu_nodes) or 'none'}",
+            "ranks access a GPU across the link between sockets",
+            "allow cores of the GPU's node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
         ),
     ]
 
@@ -159,8 +159,8 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
             _finding(
                 not {"SYS", "NODE"} & set(links),
                 f"GPU links (nvidia-smi topo -m): {shown}",
-                "gradients cross host bridges (SYS, NODE), and every reduction takes as long as they do",
-                "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
+                "gradients cross host bridges (SYS, NODE), which slow down every reduction",
+                "choose nearby GPUs with CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
             )
         )
     transfers.pop("OK", None)
@@ -170,14 +170,14 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
                 "warn",
                 f"P2P is off: {'; '.join(f'{code} {pairs}' for code, pairs in transfers.items())}",
                 "each transfer goes through the host's memory, or NCCL hangs",
-                "turn ACS and the IOMMU off in the BIOS; else NCCL_P2P_DISABLE=1 ends a hang",
+                "turn ACS and the IOMMU off in the BIOS; otherwise NCCL_P2P_DISABLE=1 avoids the hang",
             )
         )
     return findings
 
 
 def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, str]:
-    """Return pairs of `gpus`, as `0-1 0-2`, by the code of their cell in a table of `nvidia-smi topo`."""
+    """Group pairs of `gpus`, as `0-1 0-2`, by link code in a table of `nvidia-smi topo`."""
     rows = [line.split() for line in text.splitlines()]
     cells = {row[0]: row[1:] for row in rows if row and row[0].startswith("GPU") and "X" in row}
     pairs: dict[str, list[str]] = {}
@@ -188,7 +188,7 @@ def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, str]:
 
 
 def loopback() -> Finding:
-    """Connect to a port of 127.0.0.1."""
+    """Check that 127.0.0.1 accepts connections."""
     try:
         with socket.socket() as listener, socket.socket() as client:
             listener.bind(("127.0.0.1", 0))
@@ -197,15 +197,15 @@ def loopback() -> Finding:
             client.connect(listener.getsockname())
         return Finding("ok", "loopback: 127.0.0.1 accepts connections")
     except OSError as error:
-        return Finding("fail", f"loopback: {error}", "ranks of one node cannot meet", "ip link set lo up")
+        return Finding("fail", f"loopback: {error}", "ranks of a node cannot connect", "ip link set lo up")
 
 
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Write, verify and load a checkpoint by `python -m module` where `target` is or would be made."""
-    consequence = "a run stops, or loses its work, at its first checkpoint"
-    fix = "choose another --run-dir; free space and rights are above, dmesg names a failing disk"
+    """Write, verify and load a checkpoint by `python -m module` in `target` or its first existing parent."""
+    consequence = "a run fails, or loses its work, at its first checkpoint"
+    fix = "choose another --run-dir, or check free space, permissions and dmesg (disk errors)"
     try:
         with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
             measured, error = _json_of(module, [folder], timeout_s)
@@ -217,16 +217,16 @@ def checkpoint(
     return _finding(
         rate >= MIN_CHECKPOINT_MB_S,
         f"checkpoint round trip: {mib:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s",
-        f"1.4 GB, of a model of 120 M parameters, take {1400 / rate:.0f} s to write and verify",
-        "choose a faster disk by --run-dir, or a larger checkpoint.every_steps",
+        f"1.4 GB (a model of 120 M parameters) takes {1400 / rate:.0f} s to write and verify",
+        "choose a faster disk with --run-dir, or a larger checkpoint.every_steps",
     )
 
 
 def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.all_reduce") -> Finding:
-    """Run `python -m module`: between all GPUs if there are several, else between two CPU ranks."""
+    """Time an all-reduce by `python -m module`, between all GPUs if several, else between two CPU ranks."""
     r, error = _json_of(module, [], timeout_s)
     if r is None:
-        consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
+        consequence = "ranks cannot communicate: every run on more than one rank will fail"
         return _unmeasured("all-reduce", error, consequence, f"run `python -m {module}` to see its messages")
     return Finding(
         "ok",
@@ -236,7 +236,7 @@ def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.a
 
 
 def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
-    """Return a failure, or a warning if time ran out, as on a busy machine."""
+    """Return a failure, or a warning after a timeout (the machine may be busy)."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
         return Finding(
@@ -249,7 +249,7 @@ def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
 
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
-    """Return the last JSON object that `python -m module` printed, or None and the error."""
+    """Return the last JSON object printed by `python -m module`, or None and the error."""
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
     return (json.loads(lines[-1]), "") if lines else (None, error or "no result line")

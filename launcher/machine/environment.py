@@ -1,6 +1,6 @@
-"""Facts about this machine: `probe` reads them for environment.json, and the expected precision follows.
+"""Read facts about this machine for environment.json, and predict the precision of ranks.
 
-Torch-free. Every function that reads kernel files takes `root`, the directory that holds proc/ and sys/.
+Torch-free. Functions that read kernel files accept `root`, the parent directory of proc/ and sys/.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    index: int  # position among the devices of the machine, before CUDA_VISIBLE_DEVICES
+    index: int  # index on the machine, ignoring CUDA_VISIBLE_DEVICES
     name: str
     memory_gib: float | None
     driver: str | None
-    numa_node: int | None = None  # None = the kernel does not know it
-    free_gib: float | None = None  # memory that other processes leave free; None = not known
+    numa_node: int | None = None  # None = unknown to the kernel
+    free_gib: float | None = None  # memory not used by other processes; None = unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The machine as this process may use it; `dataclasses.asdict` of it is environment.json."""
+    """Resources of this machine available to this process, as stored in environment.json."""
 
     date: str
     command: list[str]
@@ -69,20 +69,20 @@ class Environment:
     kernel: str
     python: str
     cpu_model: str
-    bf16_units: tuple[str, ...]  # flags of its units that multiply bf16; without any bf16 is emulated
+    bf16_units: tuple[str, ...]  # CPU flags for bf16 multiplication; if empty, bf16 is emulated
     affinity_cores: int
     cpu_quota_cores: float | None  # limit of the control group; None = no limit
-    numa_cores: dict[str, int]  # NUMA node -> cores of it that this process may use
+    numa_cores: dict[str, int]  # NUMA node -> number of its cores usable by this process
     memory_gib: float
     memory_available_gib: float
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
     max_processes: int | None
-    """Limit of this user or of the control group, whichever is less, threads included; None = no limit."""
+    """Lower of the user's and the control group's limit, threads included; None = no limit."""
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
-    gpus_present: int  # devices of the machine, the ones hidden by CUDA_VISIBLE_DEVICES included
+    gpus_present: int  # GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES
     gpu_error: str | None  # error of nvidia-smi
     gpu_topology: str | None
     versions: dict[str, str]
@@ -91,22 +91,22 @@ class Environment:
 
     @property
     def usable_cores(self) -> float:
-        """Return the cores that this process may use: the lesser of affinity and control-group quota."""
+        """Return the number of usable cores: the lesser of CPU affinity and control-group quota."""
         return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Check for a CUDA_VISIBLE_DEVICES that names only unusable GPUs; empty or -1 names none."""
+        """Return whether CUDA_VISIBLE_DEVICES names only unusable GPUs; empty or -1 names none."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
     def usable_memory_gib(self) -> float:
-        """Return the memory that a run can still get: what is available, capped by the control group."""
+        """Return the GiB available to a run: free memory, capped by the control group's limit."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
-        """Return the GiB that each of `ranks` may have, None if unknown, and their source: the GPU with the
-        least free memory, or a share of the host's."""
+        """Return the memory per rank in GiB (None if unknown) and its source: the GPU with the least free
+        memory, or an equal share of host memory."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"this machine / {ranks} ranks"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
@@ -121,7 +121,7 @@ class Environment:
 
 
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
-    """Read the machine, the versions and the git commit of `path`. Facts that are absent raise nothing."""
+    """Read the machine, the versions and the git commit of `path`. Missing facts raise no error."""
     gpus, present, gpu_error = find_gpus(root)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
@@ -222,10 +222,10 @@ def num_gpus(root: Path = ROOT) -> int:
 def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     """Return the visible GPUs, the number present and the error of nvidia-smi.
 
-    Where nvidia-smi names none, the kernel driver's own list is read.
+    If nvidia-smi lists none, the kernel driver's list is read instead.
     """
-    devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
-    divided: list[bool] = []  # by MIG
+    devices: list[tuple[Gpu, str]] = []  # with the UUID, also valid in CUDA_VISIBLE_DEVICES
+    divided: list[bool] = []  # whether divided by MIG
     error: str | None = None
     if shutil.which("nvidia-smi"):
         facts = "index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id,mig.mode.current"
@@ -247,15 +247,15 @@ def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
 
 
 def _instance(gpu: Gpu) -> Gpu:
-    """Return a MIG instance of a GPU, whose memory is not known."""
+    """Return a MIG instance of `gpu`; its memory is unknown."""
     return dataclasses.replace(gpu, name=f"{gpu.name} (MIG)", memory_gib=None, free_gib=None)
 
 
 def _numa_node(root: Path, address: str) -> int | None:
-    """Return the NUMA node of a PCI device; nvidia-smi writes its domain with 8 digits, sysfs with 4."""
+    """Return the NUMA node of a PCI device. nvidia-smi prints 8 digits of the PCI domain, sysfs 4."""
     path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
     text = read_text(path).strip()
-    return int(text) if text.isdigit() else None  # -1 = not known
+    return int(text) if text.isdigit() else None  # -1 = unknown
 
 
 def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
@@ -272,7 +272,7 @@ def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
 
 
 def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]:
-    """Apply CUDA's rule: devices by index, UUID or prefix of one, up to the first entry that names none."""
+    """Apply CUDA's rule: select devices by index, UUID or UUID prefix, up to the first invalid entry."""
     if selection is None:
         return [gpu for gpu, _ in devices]
     chosen: list[Gpu] = []
@@ -290,7 +290,7 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
 
 
 def read_text(path: Path) -> str:
-    """Read a kernel file; empty where it cannot be read."""
+    """Read a kernel file; return "" if it is unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -298,7 +298,7 @@ def read_text(path: Path) -> str:
 
 
 def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kept: str | None = None) -> str:
-    """Predict the precision of the ranks. `kept`: precision of the checkpoint that the run resumes from."""
+    """Predict the precision of the ranks. `kept`: precision of the checkpoint to resume from."""
     has_bf16 = on_gpu or bool(bf16_units)  # only a rank can ask its GPU
     engines = [config.parallel.engine]
     return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)

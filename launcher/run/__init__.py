@@ -1,1 +1,1 @@
-"""Runs: their processes, their records, and many short ones."""
+"""Start and supervise runs, send their records to services, and run many short trials."""

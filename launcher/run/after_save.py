@@ -19,11 +19,11 @@ LOG = "logs/after-save.log"
 
 
 class AfterSave:
-    """A context around a run; call `poll` often. One command runs at a time; of the checkpoints that were
-    saved meanwhile it then gets the newest. A failure is one line in `log`."""
+    """Context manager around a run; call `poll` often. One command runs at a time; of the checkpoints saved
+    meanwhile, only the newest is passed to the next one. A failure is reported in one line of `log`."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
-        """Set up; without `command` nothing is run."""
+        """Prepare; an empty `command` runs nothing."""
         self._command, self._run_dir, self._log = command, run_dir, log
         self._passed = self._newest()
         self._process: subprocess.Popen[bytes] | None = None
@@ -32,7 +32,7 @@ class AfterSave:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Pass the last checkpoint and wait for the command; a stop signal ends the wait and the command."""
+        """Run the command on the last checkpoint and wait for it; a stop signal kills it."""
         with stop_signals() as came:
             self.poll()
             while self._process is not None and not came:
@@ -44,7 +44,7 @@ class AfterSave:
             self._report(self._process.wait())
 
     def poll(self) -> None:
-        """Report a command that has ended, and start the next one if there is a new checkpoint."""
+        """Report a finished command, and start the next one if there is a new checkpoint."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             self._report(code)
@@ -59,14 +59,14 @@ class AfterSave:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        start_new_session=True,  # Ctrl-C of a terminal ends the run, not the command
+                        start_new_session=True,  # a terminal's Ctrl-C stops the run, not the command
                         env={**os.environ, **child_environment()},
                     )
             except OSError as error:
                 self._log(f"warning: --after-save: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Find the newest checkpoint and its time: a restarted run may save a step again."""
+        """Find the newest checkpoint and its mtime in ns: a restarted run may save a step again."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns
@@ -75,4 +75,4 @@ class AfterSave:
     def _report(self, code: int) -> None:
         if code and self._passed is not None:
             how = f"{self._passed[0].name}: {describe_exit_code(code, '')}"
-            self._log(f"warning: --after-save of {how}; see {self._run_dir / LOG}")
+            self._log(f"warning: --after-save failed for {how}; see {self._run_dir / LOG}")

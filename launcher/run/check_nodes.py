@@ -1,4 +1,4 @@
-"""`doctor` over several nodes: what a run over them needs, their clocks, and the rate of the link to each."""
+"""Check several nodes for `doctor`: requirements of a run, clocks, and the bandwidth to each node."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from launcher.machine.environment import existing
 from launcher.run import peers
 from launcher.run.nodes import Place
 
-LINK_S = 90.0  # for one measurement, imports included
+LINK_S = 90.0  # limit for one measurement, imports included
 MAX_CLOCK_S = 1.0
-SILENT_S = 30.0  # of a launcher that is lost
+SILENT_S = 30.0  # silence after which a launcher counts as lost
 
 
 def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[list[Finding], int]:
-    """Check the nodes; return the findings, all of them on node 0, and the exit code. Raises ConfigError for
-    what would also end a run: a node that does not come, other versions or data, no shared directory."""
+    """Check the nodes; return the findings (on node 0 only) and the exit code. Raises ConfigError if a run
+    would also be refused: a missing node, different versions or data, no shared directory."""
     directory = existing(run_dir.resolve())
     hello = peers.hello_of(job.load("quickstart", [], run_dir), place, 1)
     data_hash = read_manifest(data).hash if data else ""
@@ -32,7 +32,7 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
         nodes.gather(hello)
         nodes.check_data(data_hash)
         also = f" and the data {data_hash[:16]}" if data else ""
-        findings = [Finding("ok", f"nodes: {place.nodes} have the same versions and see {directory}{also}")]
+        findings = [Finding("ok", f"nodes: {place.nodes} with the same versions share {directory}{also}")]
         for rank in range(1, place.nodes):
             findings += [_clock(nodes, rank), _link(nodes, rank)]
         nodes.end(int(any(f.level == "fail" for f in findings)))
@@ -40,24 +40,24 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
 
 
 def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Compare a node's clock with ours, within half the time of the answer."""
+    """Compare a node's clock with ours, to within half the round-trip time."""
     offset_s, error_s = nodes.clock_offset(rank)
     message = f"clock of {nodes.name(rank)}: {offset_s * 1e3:+.0f} ms ± {error_s * 1e3:.0f} ms from node 0's"
     if abs(offset_s) <= MAX_CLOCK_S + error_s:
         return Finding("ok", message)
-    return Finding("warn", message, "dates in logs of several nodes do not compare", "run chrony or ntpd")
+    return Finding("warn", message, "dates in the nodes' logs are not comparable", "run chrony or ntpd")
 
 
 def _link(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Measure all-reduces between a rank here and one there."""
+    """Measure an all-reduce between a local rank and one on node `rank`."""
     place, what = nodes.place, f"all-reduce with {nodes.name(rank)}"
     with peers.listen(place.address, 0) as store:
         port: int = store.getsockname()[1]
         nodes.ask(rank, "start", store=port)
         output, error = _measure(place, 0, port, [store.fileno()])
     if not output:
-        consequence = "ranks of different nodes cannot talk to each other"
-        fix = "look for a firewall between the nodes, or choose another --interface"
+        consequence = "ranks of different nodes cannot communicate"
+        fix = "check for a firewall between the nodes, or choose another --interface"
         return Finding("fail", f"{what}: {error}", consequence, fix)
     r = json.loads(output)
     rate = f"{r['bytes'] / 2**20:.0f} MiB at {r['busbw_gb_s'] * 1e3:,.1f} MB/s over {place.interface}"
@@ -65,14 +65,14 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
-    """Run one of two ranks; return rank 0's line, or the error. `store`: its bound socket, on rank 0."""
+    """Run one of two ranks; return rank 0's output line, or the error. `store`: rank 0's bound socket."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)
 
 
 def _serve(place: Place, directory: Path, data_hash: str, hello: peers.Message) -> int:
-    """Do what node 0 asks for, and return its exit code. Raises ConfigError."""
+    """Run the measurements requested by node 0, and return its exit code. Raises ConfigError."""
     member = peers.join(place, directory, hello, SILENT_S)
     member.link.send("data", hash=data_hash, issues=[])
     while (order := member.next()) is not None and order["kind"] == "start":

@@ -1,5 +1,6 @@
-"""Show and close a run whose ranks our launcher has not started: `python -m launcher.run.follow RUN RANKS
-RANKS_HERE`, a child of rank 0, which holds the other end of standard input open while it lives."""
+"""Display and finish a run that was started by another launcher, as a child process of rank 0.
+
+`python -m launcher.run.follow RUN RANKS RANKS_HERE`: rank 0 keeps its standard input open until it exits."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from launcher.watch.display import Display
 
 
 def main(run_dir: Path, ranks: int, here: int) -> None:
-    """Follow rank 0 to its end, then complete summary.json, write the page and show the result."""
-    os.nice(19)  # ranks come first
+    """Follow rank 0 until it exits, then complete summary.json, write the page and show the result."""
+    os.nice(19)  # ranks have priority
     rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
     began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())
     config, log = load_config(run_dir / "config.yaml"), logger(console, as_json=False)
@@ -35,12 +36,12 @@ def main(run_dir: Path, ranks: int, here: int) -> None:
     files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its part
     log(f"run directory: {run_dir}")
     with Loggers(run_dir, config.log.to, log), Display(run_dir, console, config) as display:
-        os.write(0, b"\n")  # what rank 0 writes from now on is seen
+        os.write(0, b"\n")  # ready: further output of rank 0 is shown
         while not select.select([0], [], [], POLL_S)[0]:
             display.poll()
         display.poll()
-    unknown = Failure(kind="no_cause", message="rank 0 ended without a summary")
-    gone = failure.RankExit(0, None, time.monotonic_ns())  # nobody but its parent knows how
+    unknown = Failure(kind="no_cause", message="rank 0 exited without a summary")
+    gone = failure.RankExit(0, None, time.monotonic_ns())  # only its parent can read its exit code
     logs = run_dir / "logs"
     errors = failure.recorded_errors(logs)
     cause = failure.decide_cause(logs, "", (gone,), unknown, hang=None, errors=errors) or unknown

@@ -1,8 +1,8 @@
 """Send the records of a run to TensorBoard, Weights & Biases, MLflow or trackio, each from a child process.
 
-The child, `python -m launcher.run.loggers RUN SERVICE`, works until its standard input ends (the launcher
-closes it or is gone). It prints lines for the user; output of the service goes to logs/loggers.log. It exits
-with 0 when all was sent, with INCOMPLETE when it has said what was not.
+The child, `python -m launcher.run.loggers RUN SERVICE`, runs until its standard input is closed, by the
+launcher or by its exit. It prints lines for the user; output of the service goes to logs/loggers.log. Its
+exit code is 0 if everything was sent, INCOMPLETE if it has printed a warning.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from launcher.log import Log
 from launcher.run.processes import stop_signals
 
 INCOMPLETE = 3
-SERVICES_S = 8.0  # for the services after the end of the run
+SERVICES_S = 8.0  # limit for the services after the end of the run
 POLL_S = 1.0
 WAIT_S = 0.02
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
-MLFLOW_PARAMS = 100  # of one request
-MLFLOW_CHARACTERS = 6000  # of a parameter; of a tag 8000
-# record file -> prefix of its numbers, and the keys that are not sent
+MLFLOW_PARAMS = 100  # limit of one request
+MLFLOW_CHARACTERS = 6000  # limit of a parameter; a tag may have 8000
+# record file -> prefix of its numbers, and keys not to send
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
 Scalar = str | int | float | bool
 
 
 class Loggers:
-    """A context around a run that sends its records to services. Errors of a child never reach the run."""
+    """Context manager that sends a run's records to services. Errors of a child never affect the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """Set up; `log` prints the children's lines. `wait`: at the end wait until all is sent."""
+        """Prepare; `log` prints the children's lines. `wait`: on exit, wait until everything is sent."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
         self.exit_code = 0
-        """After the end: 0 = all was sent; 1 = not all; 128 + the signal that stopped the wait."""
+        """On exit: 0 = everything was sent; 1 = not everything; 128 + N = signal N stopped the wait."""
 
     def __enter__(self) -> Loggers:
         for name in self._names:
@@ -65,7 +65,7 @@ class Loggers:
                 stdout=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
+                start_new_session=True,  # a terminal's Ctrl-C stops the run, not the child
             )
             relay = threading.Thread(target=self._print_lines, args=(child.stdout,), daemon=True)
             relay.start()
@@ -78,7 +78,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input, wait and leave no process behind. A stop signal cuts the wait short."""
+        """Close the children's input, wait for them and kill the rest. A stop signal ends the wait early."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
@@ -95,7 +95,7 @@ class Loggers:
             code = child.wait()
             relay.join(1.0)
             if code not in (0, INCOMPLETE):
-                how = "it did not end" if is_late else describe_exit_code(code, "without a message")
+                how = "it did not exit in time" if is_late else describe_exit_code(code, "without a message")
                 self._log(incomplete(self._run_dir, name, how))
             self.exit_code = int(self.exit_code or code != 0)
         if came:
@@ -103,25 +103,25 @@ class Loggers:
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
-    """Send a whole run, as a new one, to services. Returns an exit code: 0, 1 or 128 + signal."""
+    """Send a whole run to services, as a new run there. Returns an exit code: 0, 1 or 128 + signal."""
     with Loggers(run_dir.resolve(), names, log, wait=True) as loggers:
         pass
     return loggers.exit_code
 
 
 def incomplete(run_dir: Path, service: str, problem: str) -> str:
-    """Word the warning about records that were not sent."""
+    """Format the warning about unsent records."""
     return (
-        f"warning: {service} gets no more of this run ({problem}; see {run_dir / LOG}); "
+        f"warning: nothing more of this run is sent to {service} ({problem}; see {run_dir / LOG}); "
         f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
     )
 
 
 def main(run_dir: Path, service: str) -> int:
-    """Send a run until the launcher says that it is over. An exception becomes one warning."""
-    for number in files.STOP_SIGNALS:  # the launcher decides when to end
+    """Send a run until the launcher signals its end. An exception becomes one warning."""
+    for number in files.STOP_SIGNALS:  # the launcher decides when we exit
         signal.signal(number, signal.SIG_IGN)
-    os.nice(19)  # ranks come first
+    os.nice(19)  # ranks have priority
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     (run_dir / LOG).parent.mkdir(exist_ok=True)
     with (run_dir / LOG).open("ab") as file:
@@ -133,14 +133,14 @@ def main(run_dir: Path, service: str) -> int:
     except Exception as error:
         first = (str(error).strip() or "no message").splitlines()[0]
         log(incomplete(run_dir, service, f"{type(error).__name__}: {first}"))
-        with contextlib.suppress(OSError):  # of a log on a full disk
+        with contextlib.suppress(OSError):  # a log on a full disk
             traceback.print_exc()
         return INCOMPLETE
     return 0
 
 
 def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log: Log) -> None:
-    """Send the settings, all records as they come, and the summary. `wait_for_end(seconds)` returns whether
+    """Send the settings, all records as they arrive, and the summary. `wait_for_end(seconds)` returns whether
     the run is over. Raises any error."""
     config = flat(read_yaml(run_dir / "config.yaml"))
     settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
@@ -150,7 +150,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
     readers = [StepReader(run_dir / file) for file in RECORDS]
     is_over = False
     while not is_over:
-        is_over = wait_for_end(POLL_S)  # before reading, so that every line written until then is sent
+        is_over = wait_for_end(POLL_S)  # before reading, so that every line written before the end is sent
         # metrics.jsonl is read first: evaluations before its last line are in evals.jsonl by then
         for step, values in sorted((row for reader in readers for row in reader.rows()), key=itemgetter(0)):
             writer.write(step, values)
@@ -161,7 +161,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
 
 
 class StepReader:
-    """Reads new lines of a record file, each step once: steps that a restarted run repeats are left out."""
+    """Read new lines of a record file, each step once: steps repeated after a restart are skipped."""
 
     def __init__(self, path: Path):
         self.sent = 0
@@ -169,7 +169,7 @@ class StepReader:
         self._prefix, self._left_out = RECORDS[path.name]
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield step and numbers of each new line that is whole by now; damaged lines are left out."""
+        """Yield step and numbers of each new complete line; damaged lines are skipped."""
         while lines := self._tail.lines()[0]:
             for line in lines:
                 try:
@@ -206,7 +206,7 @@ class Writer(NamedTuple):
     write: Callable[[int, Mapping[str, float]], object]
     """Send the numbers of an optimizer step; steps never decrease."""
     finish: Callable[[int, Mapping[str, Scalar], int], object]
-    """Send the summary, which may be empty, with the last step, and end with the exit code."""
+    """Send the (possibly empty) summary at the last step, and close the run with the exit code."""
 
 
 def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
@@ -240,12 +240,12 @@ def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -
 
 
 def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open a run of Weights & Biases, offline in RUN/wandb unless WANDB_MODE says otherwise."""
+    """Open a Weights & Biases run, offline in RUN/wandb unless WANDB_MODE is set."""
     if os.environ.setdefault("WANDB_MODE", "offline") == "offline":
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends wandb's own errors
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
     import wandb
 
-    # host, code, output and load of this process are not those of the run
+    # this process differs from the run in host, code, output and load
     off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -264,7 +264,7 @@ def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writ
 
 
 def open_mlflow(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open a run of MLflow, in the file store RUN/mlflow unless MLFLOW_TRACKING_URI names a server."""
+    """Open an MLflow run in the file store RUN/mlflow, or at MLFLOW_TRACKING_URI if that is set."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the only local store of mlflow-skinny
     from mlflow import MlflowClient
@@ -294,7 +294,7 @@ def open_mlflow(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Wri
 
 
 def open_trackio(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open a run of trackio, in RUN/trackio unless TRACKIO_DIR or a server is given."""
+    """Open a trackio run in RUN/trackio, unless TRACKIO_DIR or a server is set."""
     where = os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
     import trackio
 

@@ -1,5 +1,5 @@
-"""Find the place of this launcher in a run over several nodes: by options, or by the variables of Slurm,
-Kubeflow's trainer and SkyPilot."""
+"""Find this launcher's node in a multi-node run, from options or from the variables of Slurm, Kubeflow's
+trainer or SkyPilot."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import psutil
 from bert_dp.config import MAX_RANKS, ConfigError, Issue
 from bert_dp.config.errors import IssueKind
 
-PORT = 29400  # where an engine names no port
-SLURM_PORTS = range(15000, 31000)  # below those that systems give out; one job, one port
+PORT = 29400  # default if the cluster manager sets none
+SLURM_PORTS = range(15000, 31000)  # below the ephemeral ports; one port per job
 
 
 class Place(NamedTuple):
-    """One node among those of a run."""
+    """One node of a multi-node run."""
 
     nodes: int
     rank: int
     address: str
-    """IP address of the rendezvous, which is one of node 0."""
+    """IP address of the rendezvous, on node 0."""
     port: int
     interface: str
-    """Network interface that the ranks of this node use."""
+    """Network interface for the ranks of this node."""
     nproc: str = "auto"
-    """Ranks here where --nproc gives no number."""
+    """Number of ranks on this node if --nproc gives none."""
 
 
 class Variables(NamedTuple):
-    """Hold what an engine has set; None = nothing."""
+    """Values set by a cluster manager (None = not set)."""
 
     nodes: str | None = None
     rank: str | None = None
@@ -44,7 +44,7 @@ class Variables(NamedTuple):
 
 
 def refusal(setting: str, kind: IssueKind, message: str, hint: str, value: object = None) -> ConfigError:
-    """Return the error for one problem."""
+    """Create a ConfigError with one issue."""
     return ConfigError([Issue(setting, kind, message, value, hint=hint)])
 
 
@@ -55,10 +55,10 @@ def find_place(
     interface: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Place | None:
-    """Return the place of this launcher; None for a run on one node. Options win over variables.
+    """Return the node of this launcher; None for a run on one node. Options override variables.
 
-    Raises ConfigError for what is missing, out of range or contradicts itself, and for a rendezvous that
-    other nodes cannot reach.
+    Raises ConfigError for missing, out-of-range or contradictory values, and for a rendezvous that other
+    nodes cannot reach.
     """
     engine = Variables() if nnodes == 1 else engine_variables(environ)
     nodes = _number("--nnodes", nnodes, engine.nodes)
@@ -66,40 +66,39 @@ def find_place(
     named = [name for name, value in options.items() if value is not None]
     if nodes is None and named:
         message = f"is needed with {' and '.join(named)}"
-        raise refusal("--nnodes", "missing", message, "give the number of nodes")
+        raise refusal("--nnodes", "missing", message, "pass the number of nodes")
     if nodes in (None, 1):
         return None
     rank = _number("--node-rank", node_rank, engine.rank)
     meet = rendezvous or (engine.host and f"{engine.host}:{engine.port}")
     needed = f"is needed for {nodes} nodes"
     if rank is None:
-        raise refusal("--node-rank", "missing", needed, "give each node its own, from 0")
+        raise refusal("--node-rank", "missing", needed, "number the nodes from 0")
     if not 0 <= rank < nodes:
-        message, hint = f"{rank}, of {nodes} nodes", f"use 0 to {nodes - 1}"
+        message, hint = f"{rank} with {nodes} nodes", f"use 0 to {nodes - 1}"
         raise refusal("--node-rank", "out_of_range", message, hint, rank)
     if not meet:
-        raise refusal("--rendezvous", "missing", needed, "give HOST:PORT of node 0")
+        raise refusal("--rendezvous", "missing", needed, "pass HOST:PORT of node 0")
     address, port = _resolve(meet)
     return Place(nodes, rank, address, port, _interface(interface, address), engine.nproc)
 
 
 def engine_variables(environ: Mapping[str, str]) -> Variables:
-    """Return the variables of the engine that started this process on several nodes.
+    """Read the variables of the cluster manager that started this process on several nodes.
 
-    Raises ConfigError where two engines contradict each other, or srun has started several launchers on a
-    node.
+    Raises ConfigError if two managers contradict each other, or srun started several launchers on a node.
     """
     get, found = environ.get, {}
-    # a step's own: a batch script, which is no step, has SLURM_NNODES and would start one launcher of many
+    # variables of a step; a batch script has SLURM_NNODES too, but runs only one launcher
     if (nodes := get("SLURM_STEP_NUM_NODES", "1")) != "1":
         if (tasks := get("SLURM_STEP_NUM_TASKS", nodes)) != nodes:
-            message = f"{tasks} tasks on {nodes} nodes, which need a launcher each"
+            message = f"{tasks} tasks on {nodes} nodes, but each node needs one launcher"
             raise refusal("srun", "conflict", message, "use srun --ntasks-per-node=1", tasks)
         port = SLURM_PORTS[int(get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
         host = first_host(get("SLURM_STEP_NODELIST", ""))
         found["Slurm"] = Variables(nodes, get("SLURM_NODEID"), host, port)
     if nodes := get("PET_NNODES", ""):
-        nproc = get("PET_NPROC_PER_NODE", "auto")  # gpu and cpu are torchrun's other words
+        nproc = get("PET_NPROC_PER_NODE", "auto")  # torchrun also accepts gpu and cpu
         found["Kubeflow"] = Variables(
             nodes,
             get("PET_NODE_RANK"),
@@ -112,8 +111,8 @@ def engine_variables(environ: Mapping[str, str]) -> Variables:
         found["SkyPilot"] = Variables(nodes, get("SKYPILOT_NODE_RANK"), hosts[0] if hosts else None)
     if len({each[:2] for each in found.values()}) > 1:
         each = ", ".join(f"{name}: node {found[name].rank} of {found[name].nodes}" for name in found)
-        hint = "unset the variables of one, or give --nnodes 1 for one node"
-        raise refusal("--nnodes", "conflict", f"engines contradict each other ({each})", hint)
+        hint = "unset the variables of one, or pass --nnodes 1 for one node"
+        raise refusal("--nnodes", "conflict", f"cluster managers contradict each other ({each})", hint)
     return next(iter(found.values()), Variables())
 
 
@@ -128,15 +127,15 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
-        hint = "give the number by the option; one that may change is not supported"
-        raise refusal(option, "wrong_type", f"{text} is no whole number", hint, text)
+        hint = "pass the number with the option; ranges are not supported"
+        raise refusal(option, "wrong_type", f"{text} is not a whole number", hint, text)
     return int(text)
 
 
 def _resolve(meet: str) -> tuple[str, int]:
     """Return IP address and port of HOST:PORT. Raises ConfigError."""
     host, _, port = meet.rpartition(":")
-    hint = "give HOST:PORT, an address of node 0 that the other nodes reach and a free port"
+    hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise refusal("--rendezvous", "wrong_type", f"{meet} is not HOST:PORT", hint, meet)
     try:
@@ -147,13 +146,13 @@ def _resolve(meet: str) -> tuple[str, int]:
     address = str(found[0][4][0])
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.is_loopback or ip.is_unspecified:
-        message = f"{host} is an address ({address}) that no other node reaches"
+        message = f"{host} ({address}) cannot be reached from other nodes"
         raise refusal("--rendezvous", "unsupported", message, hint, meet)
     return address, int(port)
 
 
 def _interface(name: str | None, address: str) -> str:
-    """Check the interface, or return that of the route to the rendezvous. Raises ConfigError."""
+    """Check interface `name`; None: find the one on the route to the rendezvous. Raises ConfigError."""
     interfaces, here = psutil.net_if_addrs(), socket.gethostname()
     if name is None:
         try:
@@ -172,5 +171,5 @@ def _interface(name: str | None, address: str) -> str:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Return IPv6 or IPv4."""
+    """Return the family of `address`, IPv6 or IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,7 +1,7 @@
-"""Connect the launchers of a run over several nodes: node 0 coordinates, the others are members.
+"""Connect the launchers of a multi-node run: node 0 coordinates, the others are members.
 
-Lines of JSON over one TCP connection a member, bound to the address of the rendezvous. Who connects proves
-that it sees the run directory, by a secret in a file there. Nothing is encrypted: the network is trusted.
+They exchange lines of JSON over one TCP connection per member, bound to the rendezvous address. A member
+proves that it sees the run directory by a secret in a file there. Nothing is encrypted: we trust the network.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from launcher.watch import hangs
 from launcher.watch.failure import RanksEnded, first_line
 
 BEAT_S = 1.0
-ARRIVE_S = 120.0  # for every launcher to come
-ADMIT_S = files.STALE_S + 2.0  # for one to prove that it sees the shared directory
-REFUSE_S = 10.0  # for launchers that are still to come, when node 0 itself has been refused
-SUSPENDED_S = 5.0  # more than that between two beats of our own: this process was stopped, and heard nobody
-ENDING_S = 20.0  # for a member to kill its ranks and to tell how they ended
+ARRIVE_S = 120.0  # limit for all launchers to connect
+ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
+REFUSE_S = 10.0  # wait for late launchers, to tell them that node 0 was refused
+SUSPENDED_S = 5.0  # a longer delay of our own beat: this process was stopped and read nothing
+ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26
 SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")
 
-SEE_THERE = "see its own message there"
+SEE_THERE = "check its output there"
 
 Message = dict[str, Any]
 
 
 class Order(NamedTuple):
-    """Tell a node what the others mean for its ranks."""
+    """Instructions for a node's ranks, derived from the state of the other nodes."""
 
     failed: bool
-    """A rank elsewhere has failed: the ranks here get their time to save, and no more."""
+    """A rank on another node failed: the ranks here get time to save, then exit."""
     over: bool
-    """End the ranks now."""
+    """Kill the ranks now."""
     signal: int = 0
-    """A stop signal that came on another node."""
+    """Stop signal received on another node; 0 = none."""
 
 
 class Link:
-    """One connection. A thread reads messages, another sends a beat each second with `status`."""
+    """One connection. One thread reads messages, another sends a beat with `status` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
         """`limit_s`: silence after which the other side counts as lost; at least SUSPENDED_S."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # a sender waits no longer either, where the link is cut and the buffer full
-        send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)  # the most that the system takes
+        # also limits a send if the link is cut and the buffer is full; the system accepts at most 2**31 - 1
+        send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
         self._socket, self._reader = connection, connection.makefile("rb")
@@ -82,7 +82,7 @@ class Link:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message; one to a launcher that is gone is lost, which `closed_s` tells."""
+        """Send a message. If the other launcher has gone, the message is lost and `closed_s` is set."""
         line = json.dumps({"kind": kind, **facts}).encode() + b"\n"
         try:
             with self._lock:
@@ -91,31 +91,31 @@ class Link:
             self.drop()
 
     def drop(self) -> None:
-        """Count the other side as gone."""
+        """Mark the other side as gone."""
         self.closed_s = self.closed_s or time.monotonic()
 
     def next(self) -> Message:
-        """Read a message. Raises OSError at the end, and ValueError for what is none."""
+        """Read a message. Raises OSError at the end of the stream, and ValueError for invalid input."""
         line = self._reader.readline(LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("closed")
         message = files.parse_json(line)
         if not isinstance(message, dict) or "kind" not in message:
-            raise ValueError("no message of a launcher")
+            raise ValueError("not a launcher's message")
         return message
 
     def silent_s(self) -> float:
-        """Return the seconds since its last message, at most until it closed."""
+        """Return the seconds from the last message received until now or until the link closed."""
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
-        """Describe why the launcher at the other end counts as lost; None = it does not."""
+        """Return why the launcher at the other end counts as lost, or None if it does not."""
         if (silent_s := self.silent_s()) >= self._limit_s:
-            return f"{name} is lost: not heard of for {silent_s:.0f} s; the machine or the link has failed"
-        return f"{name} is lost: its launcher has ended" if self.closed_s else None
+            return f"{name} is lost: no message for {silent_s:.0f} s; the machine or the link has failed"
+        return f"{name} is lost: its launcher has exited" if self.closed_s else None
 
     def close(self) -> None:
-        """Close once the other side, which has read what was sent, closes: a reset would take it away."""
+        """Close after the other side has read everything and closed: a reset would discard unread data."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._reading.join(2.0)
@@ -153,7 +153,7 @@ def _name(rank: int, host: object) -> str:
 
 
 def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -> Message:
-    """Return the facts of a node that its launcher sends, or that node 0 compares them with."""
+    """Return the facts about this node that are compared between nodes."""
     host = socket.gethostname()
     return {
         "rank": place.rank,
@@ -168,12 +168,12 @@ def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -
 
 
 def _differences(first: Message, other: Message) -> list[Issue]:
-    """Find what must be equal on node 0 and another node, and is not."""
+    """Find differences between node 0 and another node in facts that must be equal."""
     name = _name(other["rank"], other["host"])
     kinds = {True: "GPUs", False: "CPU cores"}
     hints = {
-        "--nnodes": "give every node the same number",
-        "run.device": "use run.device=cpu on every node, or nodes that all show GPUs",
+        "--nnodes": "pass the same number on every node",
+        "run.device": "use run.device=cpu on every node, or only nodes with visible GPUs",
     }
     differ = [
         ("--nnodes", first["nodes"], other["nodes"]),
@@ -184,7 +184,7 @@ def _differences(first: Message, other: Message) -> list[Issue]:
         ),
         *differing_settings(first["config"], other["config"]),
     ]
-    hint = "give every node the same versions and configuration"
+    hint = "use the same versions and configuration on every node"
     return [
         Issue(setting, "conflict", f"{theirs} on {name} and {own} on node 0", hint=hints.get(setting, hint))
         for setting, own, theirs in differ
@@ -206,7 +206,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Coordinator:
-    """Node 0's side: who is there, what each said, who is lost."""
+    """Coordinate the other nodes from node 0: their connections, newest messages and losses."""
 
     def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
         self.place, self._log, self._limit_s = place, log, limit_s
@@ -214,7 +214,7 @@ class Coordinator:
         self._members: dict[int, Link] = {}
         self._hellos: dict[int, Message] = {}
         self._said: dict[tuple[int, str], Message] = {}
-        """(node, kind) -> the newest message."""
+        """(node, kind) -> newest message."""
         self._refused: list[Link] = []
         self._issues: list[Issue] = []
         self._changed = threading.Condition()
@@ -227,11 +227,11 @@ class Coordinator:
             files.write_text(self._file, self._secret)
         except OSError as error:
             self._listener.close()
-            message = f"{run_dir} cannot be written ({error.strerror})"
+            message = f"{run_dir} is not writable ({error.strerror})"
             raise ConfigError([Issue("--run-dir", "not_found", message)]) from None
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
-    # who comes
+    # connections
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -240,9 +240,9 @@ class Coordinator:
                 threading.Thread(target=self._admit, args=[connection], name="admit", daemon=True).start()
 
     def _admit(self, connection: socket.socket) -> None:
-        """Let a launcher prove that it sees the shared directory, and note who it is."""
+        """Admit a launcher once it has proved that it sees the shared directory."""
         nonce = secrets.token_hex(16)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not a launcher of this run
             link = Link(connection, self._limit_s)
             link.send("challenge", nonce=nonce, file=self._file.name)
             hello = link.next()
@@ -253,10 +253,10 @@ class Coordinator:
                 with self._changed:
                     if rank in self._members:
                         hosts = f"{self._hellos[rank]['host']} and {hello['host']}"
-                        message, hint = f"{rank} was given to two nodes, {hosts}", "number the nodes from 0"
+                        message, hint = f"{rank} was passed on two nodes, {hosts}", "number the nodes from 0"
                         issues = [Issue("--node-rank", "conflict", message, rank, hint=hint)]
                         self._refused.append(link)
-                        link.start(lambda message: None)  # nor may it speak for the first one
+                        link.start(lambda message: None)  # its messages must not replace the first one's
                     else:
                         self._hellos[rank], self._members[rank] = hello, link
                         link.start(lambda message: self._note(rank, message))
@@ -270,7 +270,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until `is_done`, a node is lost or refused, or the time is over."""
+        """Wait until `is_done`, until a node is lost or refused, or for `seconds`; return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -280,8 +280,8 @@ class Coordinator:
         return done
 
     def gather(self, hello: Message) -> None:
-        """Wait for every node's launcher; `hello` is our own. Raises ConfigError for one that does not come,
-        and for what differs between nodes."""
+        """Wait for the launchers of all nodes; `hello`: facts about node 0. Raises ConfigError if a launcher
+        does not connect, and for differences between nodes."""
         self._hellos[0] = hello
         others = range(1, self.place.nodes)
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)
@@ -290,8 +290,8 @@ class Coordinator:
         if lost := self.lost():
             self._issues.append(Issue("--nnodes", "not_found", lost, hint=SEE_THERE))
         if not self._issues and (missing := [f"node {k}" for k in others if k not in self._members]):
-            message = f"{', '.join(missing)} did not come within {ARRIVE_S:.0f} s"
-            hint = "start `bert-dp train` there with the same --rendezvous, and see its own message"
+            message = f"{', '.join(missing)} did not connect within {ARRIVE_S:.0f} s"
+            hint = "start `bert-dp train` there with the same --rendezvous, and check its output"
             self._issues.append(Issue("--nnodes", "missing", message, self.place.nodes, hint=hint))
         if self._issues:
             raise ConfigError(self._issues)
@@ -303,18 +303,18 @@ class Coordinator:
 
     @property
     def counts(self) -> list[int]:
-        """Ranks of each node."""
+        """Number of ranks on each node."""
         return [int(self._hellos[rank]["nproc"]) for rank in range(self.place.nodes)]
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each rank."""
+        """Node number of each rank."""
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
-    # what they say
+    # messages
 
     def lost(self) -> str | None:
-        """Describe a node whose launcher has gone, or was not heard of for hang_after_s."""
+        """Describe a node whose launcher exited or sent nothing for hang_after_s, if there is one."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
@@ -323,7 +323,7 @@ class Coordinator:
             link.send(kind, **facts)
 
     def _all(self, kind: str, attempt: int | None = None) -> dict[int, Message]:
-        """Return the newest message of this kind of each node; `attempt`: only those of this one."""
+        """Return each node's newest message of this kind; `attempt`: only messages of this attempt."""
         with self._changed:
             said = {rank: self._said[rank, kind] for rank in self._members if (rank, kind) in self._said}
         return {k: message for k, message in said.items() if attempt in (None, message.get("attempt"))}
@@ -347,8 +347,7 @@ class Coordinator:
         self._members[rank].send(kind, **facts)
 
     def clock_offset(self, rank: int) -> tuple[float, float]:
-        """Return how many seconds a node's clock is ahead of ours, and the error of that. Raises
-        ConfigError."""
+        """Return the seconds that a node's clock is ahead of ours, and their error. Raises ConfigError."""
         began_s, began_ns = time.time(), time.monotonic_ns()
         self.ask(rank, "clock")
         if not self._wait(lambda: rank in self._all("clock"), None):
@@ -358,7 +357,7 @@ class Coordinator:
         return said["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Tell every node to start its ranks; return how ours start. `config`: text of config.yaml."""
+        """Tell all nodes to start their ranks; return the start of ours. `config`: text of config.yaml."""
         self._attempt, self._told_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]
@@ -370,8 +369,8 @@ class Coordinator:
         return dataclasses.replace(start, nproc=self.counts[0], node=node)
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
-        """Tell the members that a rank here has failed, and return what theirs mean for ours. One that has
-        left before there is a summary has failed too, whatever its exit code."""
+        """Tell the members if a rank here has failed, and return the instructions for ours. A rank that exits
+        before the summary is written has failed, whatever its exit code."""
         if failed and not self._told_failed:
             self._told_failed = True
             self._send("failed")
@@ -384,11 +383,11 @@ class Coordinator:
         return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
-        """Return the seconds since the last message of the node that is silent longest."""
+        """Return the largest number of seconds since a node's last message."""
         return max((link.silent_s() for link in self._members.values()), default=0.0)
 
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
-        """Return the last heartbeat and process state of each rank of the others."""
+        """Return the last heartbeat and process state of each rank on the other nodes."""
         beats = self._all("beat", self._attempt).values()
         return {
             int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each.get("ranks", {}).items()
@@ -400,7 +399,7 @@ class Coordinator:
         self._send("look")
 
     def evidence(self) -> dict[int, tuple[tuple[hangs.Frame, ...], hangs.Collectives]]:
-        """Wait for stack and collectives of each rank of the others; of one that does not answer are none."""
+        """Wait for stacks and collectives of the other nodes' ranks; nodes without an answer are left out."""
         self._wait(lambda: len(self._all("evidence")) == len(self._members), hangs.ANSWER_S)
         return {
             int(rank): (tuple(hangs.Frame(*frame) for frame in stack), collectives)
@@ -409,8 +408,8 @@ class Coordinator:
         }
 
     def collect(self, ours: RanksEnded) -> dict[int, RanksEnded]:
-        """Return how the ranks of each node have ended, by our clock; ranks of a failed run are ended first.
-        A node that is lost has none."""
+        """Collect how the ranks of each node exited, with times of our clock; ranks of a failed run are
+        killed first. Lost nodes are left out."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
@@ -423,12 +422,12 @@ class Coordinator:
             ahead_ns = said["now_ns"] - said["heard_ns"]
             ended[rank] = RanksEnded.model_validate(said["ended"], strict=False).by_clock(ahead_ns)
         for rank in self._members.keys() - ended:
-            self._members[rank].drop()  # what it still runs must not meet another attempt
+            self._members[rank].drop()  # its remaining ranks must not join another attempt
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Name the node that failed first, and return its number: that of the rank, or the lost one for which
-        ranks failed, or the one whose launcher's process failed before any rank knew why (`unknown`)."""
+        """Add the node of the failed rank to `cause`, and return both. Without a definite cause, blame a lost
+        node, else node `failed_first`, whose starter failed before any rank recorded an error (`unknown`)."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -442,7 +441,7 @@ class Coordinator:
         return cause, node
 
     def end(self, code: int, issues: Sequence[Issue] = ()) -> None:
-        """Tell every node how the run ended, and close; later calls do nothing."""
+        """Send the outcome of the run to every node, and close; later calls do nothing."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -451,14 +450,14 @@ class Coordinator:
         for link in [*self._members.values(), *self._refused]:
             link.close()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listener.close()
         self._file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Iterator[Coordinator]:
-    """Listen for the other nodes, and tell them of a ConfigError. Raises ConfigError."""
+    """Listen for the other nodes, and forward a ConfigError to them. Raises ConfigError."""
     coordinator = Coordinator(place, run_dir, log, limit_s)
     try:
         yield coordinator
@@ -475,7 +474,7 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
 
 
 class Member:
-    """The side of any other node."""
+    """Connection as seen by a node other than 0: follow node 0's orders and report back."""
 
     def __init__(self, link: Link, run_dir: Path):
         self.link, self._run_dir = link, run_dir
@@ -484,7 +483,7 @@ class Member:
         self._looked_s = 0.0
         self._ranks: dict[int, tuple[Heartbeat, str]] = {}
         self.heartbeats: Path | None = None
-        """Folder of the heartbeats of the ranks here."""
+        """Directory of the heartbeats of this node's ranks."""
         link.start(self._hear)
 
     def _hear(self, message: Message) -> None:
@@ -500,12 +499,12 @@ class Member:
             self._heard.add(kind)
 
     def next(self, pending: Sequence[int] = ()) -> Message | None:
-        """Wait for `start` or `end`; None when node 0 is lost, or a stop signal came before the first start:
-        a later one is for the run, also between two attempts."""
+        """Wait for `start` or `end`. None: node 0 is lost, or a stop signal arrived before the first start;
+        later signals stop the run, even between two attempts."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)
-            # what it sent last may have come in this moment
+            # its last message may have just arrived
             if self.lost() or (pending and not self.link.status):
                 return None if self._messages.empty() else self._messages.get()
 
@@ -513,7 +512,7 @@ class Member:
         return self.link.lost("node 0")
 
     def poll(self, workers: Mapping[int, psutil.Process]) -> None:
-        """Put what the ranks here show into the next beat, and send their stacks when node 0 asks."""
+        """Put the state of the ranks here into the next beat, and send their stacks if node 0 asks."""
         now = time.monotonic()
         if now - self._looked_s >= hangs.LOOK_EVERY_S:
             self._looked_s = now
@@ -530,7 +529,7 @@ class Member:
             self.link.send("evidence", ranks=ranks)
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
-        """Tell node 0 of a failure or a signal here, or that a rank has left; return what it wants."""
+        """Report a failure, a signal or a rank's exit here to node 0; return its instructions."""
         before, now = self.link.status, {"failed": failed, "signal": signal, "left": left}
         self.link.status = {**before, **now}
         if not now.items() <= before.items():
@@ -539,7 +538,7 @@ class Member:
 
 
 def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
-    """Connect to node 0, which may start later than this node. Raises ConfigError."""
+    """Connect to node 0; it may start later than this node. Raises ConfigError."""
     meet = f"{place.address}:{place.port}"
     end = time.monotonic() + ARRIVE_S
     while True:
@@ -548,22 +547,22 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
             break
         except OSError as error:
             if time.monotonic() >= end:
-                message = f"node 0 does not answer at {meet} within {ARRIVE_S:.0f} s ({error})"
-                hint = "start `bert-dp train --node-rank 0` there, and see its own message"
+                message = f"node 0 did not answer at {meet} within {ARRIVE_S:.0f} s ({error})"
+                hint = "start `bert-dp train --node-rank 0` there, and check its output"
                 raise refusal("--rendezvous", "not_found", message, hint, meet) from None
             time.sleep(0.5)
     try:
         challenge = link.next()
         name, nonce = str(challenge["file"]), str(challenge["nonce"])
         if not SECRET.fullmatch(name):
-            raise ValueError("no challenge of node 0")
+            raise ValueError("not a challenge from node 0")
     except (OSError, ValueError, KeyError) as error:
-        message = f"what answers at {meet} is not node 0 of this run ({error})"
-        hint = "see the message of node 0, or choose a free port on every node"
+        message = f"the process at {meet} is not node 0 of this run ({error})"
+        hint = "check the output of node 0, or choose another port on every node"
         raise refusal("--rendezvous", "conflict", message, hint, meet) from None
     file = run_dir / name
     if not files.appears(file, lambda file: bool(file.read_text())):
-        message = f"{_name(place.rank, hello['host'])} does not see what node 0 writes to {run_dir}"
+        message = f"{_name(place.rank, hello['host'])} does not see node 0's files in {run_dir}"
         hint = "use a directory that all nodes share"
         unseen = refusal("--run-dir", "not_found", message, hint, str(run_dir))
         link.send("unseen", issue=unseen.issues[0].to_json())

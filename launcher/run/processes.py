@@ -1,4 +1,4 @@
-"""Start one worker per rank; follow them, pass signals on, end them, and complete the run's summary."""
+"""Start one worker per rank, monitor them, forward signals, and complete the run's summary."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from launcher.watch.hangs import Watch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
-KILLED_S, KILLED_POLL_S = 10.0, 0.01  # that the end of a killed process may take
-ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals and `timeout` send several
+KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for a killed process to exit
+ONE_STOP_S = 0.5  # signals this close to the first count as one: terminals and `timeout` send several
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOutcome:
-    exit_code: int  # exit code by the summary
+    exit_code: int  # as in the summary
     failure: Failure | None
-    signal: int = 0  # the first stop signal that came, also when it is not what ended the run; 0 = none
+    signal: int = 0  # first stop signal received, even if it did not end the run; 0 = none
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Note stop signals in the yielded list, and do nothing else on them, within the block.
+    """Record stop signals in the yielded list, without acting on them, within the block.
 
-    Those within ONE_STOP_S of the first count as that one. A signal that this process was told to ignore, as
-    by nohup, stays ignored.
+    Signals within ONE_STOP_S of the first are dropped. Signals that were ignored before, for example because
+    of nohup, stay ignored.
     """
     came: list[int] = []
     first_s = -math.inf
@@ -75,20 +75,20 @@ def run(
     watch: Watch | None = None,
     nodes: Coordinator | None = None,
 ) -> RunOutcome:
-    """Train RUN/config.yaml on the ranks of this node that `start` describes, and return how it ended.
+    """Train RUN/config.yaml on the ranks of this node, as described by `start`, and return the outcome.
 
-    `on_poll` is called several times a second until a rank has failed. The first stop signal is said in
-    `log` and passed to every worker, which checkpoints at its next step and ends; the second, or the grace
-    period of `start`, kills. No process of the run is left, however it ends. Completes summary.json, or
-    writes it when the workers could not. `watch` may end a hung run. `nodes`: the launchers of the other
-    nodes, which start their ranks of the run.
+    `on_poll` is called several times a second until a rank fails. The first stop signal is logged and
+    forwarded to every worker, which saves a checkpoint after its next step and exits; a second one, or the
+    end of `start.grace_s`, kills them. In every case, no process of the run is left. Completes summary.json,
+    or writes it if the workers could not. `watch` may end a hung run. `nodes`: connection to the launchers of
+    the other nodes, which start their own ranks.
     """
     nproc, logs = start.nproc, run_dir / "logs"
     logs.mkdir(exist_ok=True)
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
+    with stop_signals() as pending:  # until all is written: a late signal must not lose the summary
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
             if watch is not None:
@@ -98,7 +98,7 @@ def run(
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
         said = "".join(each.said for each in by_node.values())
-        # a process that failed before any rank did, and none of whose ranks has said why
+        # starters that failed before any rank, and none of whose ranks recorded an error
         first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
         failed_ns = {
             each.failed_ns: k
@@ -137,8 +137,8 @@ def run_ranks(
     watch: Watch | Member | None = None,
     peers: Coordinator | Member | None = None,
 ) -> RanksEnded:
-    """Start the ranks of this node, follow them to their end, and leave no process of theirs. `pending`:
-    stop signals, as they come."""
+    """Start the ranks of this node and wait for them; no process of theirs is left. `pending`: stop signals
+    received so far; grows."""
     node, logs, memory = start.node, run_dir / "logs", MemoryWatch()
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), *start.worker]
@@ -157,11 +157,11 @@ def run_ranks(
                 store = node.store if node else None
                 process = subprocess.Popen(
                     start_command(start, scratch, worker),
-                    env=start_environment(start, run_dir, scratch),  # counts the cores of the ranks
+                    env=start_environment(start, run_dir, scratch),  # counts the confined cores
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
+                    start_new_session=True,  # we forward a terminal's Ctrl-C
                     pass_fds=[store.fileno()] if store else [],
                 )
                 if store is not None:
@@ -198,14 +198,14 @@ def _follow(
     watch: Watch | Member | None,
     peers: Coordinator | Member | None,
 ) -> None:
-    """Follow the ranks until the launcher ends, a second signal comes, or the time to stop is over.
+    """Monitor the ranks until the launcher exits, a second signal arrives, or the time to stop is over.
 
-    A batch system may signal every process of a job, and deepspeed's runner ends at once on it: its workers
-    then still have their time to save.
+    A batch system may signal every process of a job. deepspeed's runner then exits at once, but its workers
+    still get their time to save.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
-    last_s = 0.0  # until then a save that is under way may end
+    last_s = 0.0  # latest time for a save in progress to finish
     failed = False
     left_behind = _unfinished(run_dir)
     while (ended := workers.launcher.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
@@ -223,9 +223,9 @@ def _follow(
         if pending:
             if deadline is None:
                 name = signal.Signals(pending[0]).name
-                log(f"{name}: stopping; the ranks save after their step. A second signal ends them at once")
+                log(f"{name}: stopping; the ranks save after their current step. A second signal kills them")
             deadline = deadline or time.monotonic() + start.grace_s
-            for worker in set(workers.present()) - signalled:  # one may have started after the signal came
+            for worker in set(workers.present()) - signalled:  # one may have started after the signal
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
@@ -235,7 +235,7 @@ def _follow(
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return
-        if not failed:  # else the cause is shown first
+        if not failed:  # after a failure, its cause is shown first
             on_poll()
         if watch is not None and (deadline is None or pending) and watch.poll(workers.by_rank()):
             return
@@ -246,29 +246,29 @@ def _follow(
 
 
 def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
-    """Return whether a rank has recorded an error, or has ended before the summary was written. False where
-    nothing can be read now, as on a file server that does not answer."""
+    """Return whether a rank recorded an error, or exited before the summary was written. False while the
+    files cannot be read, for example because a file server does not answer."""
     with contextlib.suppress(OSError):
         if failure.error_files(run_dir / "logs", start.ranks):
             return True
-        if start.node is not None and start.node.place.rank:  # its view of the summary may be stale
+        if start.node is not None and start.node.place.rank:  # this node's view of the summary may be stale
             return any(rank_exit.code for rank_exit in workers.exits)
         return bool(workers.exits) and not (run_dir / "summary.json").exists()
     return False
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """List checkpoints that are being written, or that a killed rank has left unfinished."""
+    """List unfinished checkpoints: being written, or left by a killed rank."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
 
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
-    """Complete the summary that rank 0 wrote, or build it if no rank could. `unknown` is the failure if no
-    rank's end explains the end of the run.
+    """Complete the summary written by rank 0, or build it if no rank could. `unknown`: failure to report if
+    no rank explains the end of the run.
 
-    A stop signal does not hide a failure with another cause: such a run has failed.
+    A stop signal does not hide a failure with another cause: the run counts as failed.
     """
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
@@ -291,16 +291,16 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
 
 
 def complete_summary(run_dir: Path, **facts: object) -> None:
-    """Add facts that only the launcher knows to summary.json."""
+    """Add `facts`, known only to the launcher, to summary.json."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
-        with contextlib.suppress(OSError):  # of a full disk, which the console has shown
+        with contextlib.suppress(OSError):  # a full disk, already reported on the console
             results.write(run_dir / "summary.json", summary.model_copy(update=facts))
 
 
 @contextlib.contextmanager
 def confined(cores: Collection[int] | None) -> Iterator[None]:
-    """Let what is started within the block run on these cores; None = on all that we may use."""
+    """Restrict processes started within the block to these cores; None = no restriction."""
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -311,9 +311,9 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Finds the workers below the process of the `launcher`, and records how each ended.
+    """Find the workers among the descendants of `launcher`, and record how each exits.
 
-    A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
+    A pidfd wakes us as soon as one exits: only a zombie's exit code is readable to others than its parent.
     """
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
@@ -330,7 +330,7 @@ class Workers:
         return {rank: worker for worker, rank in self._present.values()}
 
     def wait(self, seconds: float) -> None:
-        """Wait for `seconds`, less when a worker ends."""
+        """Wait for `seconds`, or until a worker exits."""
         if len(self._present) < self._size:
             self._find()
         for descriptor, _ in self._poller.poll(seconds * 1000):
@@ -349,14 +349,14 @@ class Workers:
         for child in _tree(self.launcher):
             if child in seen or (rank := _rank(child)) is None:
                 continue
-            with contextlib.suppress(OSError):  # it has ended in this moment
+            with contextlib.suppress(OSError):  # it has just exited
                 descriptor = os.pidfd_open(child.pid)
                 self._present[descriptor] = child, rank
                 self._poller.register(descriptor, select.POLLIN)
 
 
 def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """List the launcher's process, unless it has gone, and all processes below it."""
+    """List the launcher's process and all its descendants; [] if it has gone."""
     try:
         process = psutil.Process(launcher.pid)
         return [process, *process.children(recursive=True)]
@@ -365,7 +365,7 @@ def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _rank(child: psutil.Process) -> int | None:
-    """Read the rank of a worker; None for a process in between, whose command contains the worker's."""
+    """Read the rank of a worker; None for an intermediate process (its command contains the worker's)."""
     try:
         command = child.cmdline()
         module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
@@ -375,7 +375,7 @@ def _rank(child: psutil.Process) -> int | None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Read how a zombie ended, from the last field of proc_pid_stat(5)."""
+    """Read the exit code of a zombie, -N for signal N, from the last field of proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -387,13 +387,13 @@ def _exit_code(pid: int) -> int | None:
 
 
 def send(worker: psutil.Process, number: int) -> None:
-    """Send a signal to a worker, which may have ended already."""
+    """Send a signal to a worker; it may have exited already."""
     with contextlib.suppress(psutil.Error):
         worker.send_signal(number)  # psutil checks that the pid is still the same process
 
 
 def kill_tree(workers: Workers) -> None:
-    """Kill the launcher and every worker, and wait for their end; a killed launcher may have left workers."""
+    """Kill the launcher and every worker, and wait for them; a killed launcher may leave workers behind."""
     tree = {*_tree(workers.launcher), *workers.present()}
     for member in tree:
         send(member, signal.SIGKILL)
@@ -405,7 +405,7 @@ def kill_tree(workers: Workers) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs; a zombie does not, and an orphan may stay one for seconds."""
+    """Return whether a process is running. A zombie is not; an orphan may remain one for seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

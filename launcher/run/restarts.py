@@ -19,14 +19,14 @@ from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
 WITHOUT_PROGRESS = 3
-"""Failures in a row, without a newer checkpoint in between, after which restarting is pointless."""
+"""Number of consecutive failures without a newer checkpoint after which restarting is pointless."""
 
-Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> how that attempt ended
+Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of `bert-dp train`, as its help describes them."""
+    """Options of `bert-dp train`, as described in its help."""
 
     nproc: str = "auto"
     run_dir: Path | None = None
@@ -34,11 +34,11 @@ class RunOptions:
     dry_run: bool = False
     launcher: str = "torchrun"
     max_restarts: int = 0
-    elastic: bool = False  # go on with fewer ranks when one was killed or a GPU has gone
-    force: bool = False  # start also where the memory is expected not to suffice
+    elastic: bool = False  # restart with fewer ranks if one was killed or a GPU is lost
+    force: bool = False  # start even if the memory is expected to be insufficient
     profile: ProfilePlan | None = None  # steps to profile
-    place: Place | None = None  # this node among several, each of which runs this
-    after_save: Sequence[str] = ()  # words of a command that gets the path of each new checkpoint
+    place: Place | None = None  # this node of a multi-node run; every node runs this command
+    after_save: Sequence[str] = ()  # command to run with the path of each new checkpoint
 
 
 def supervise(
@@ -50,10 +50,10 @@ def supervise(
     log: Callable[[str], None],
     sleep: Callable[[float], int] | None = None,
 ) -> processes.RunOutcome:
-    """Run to its end, or until restarting is over. Each restart stands in summary.json under `restarts`.
+    """Run, and restart after failures up to the limit. summary.json records each restart in `restarts`.
 
-    A run that ended by itself, by bad input or by a signal to the launcher is never restarted, nor is one
-    that failed while it was to stop. `sleep(seconds)` returns the stop signal that came meanwhile, or 0.
+    A run that completed, had bad input or was stopped by a signal to the launcher is never restarted, nor is
+    one that failed while stopping. `sleep(seconds)` returns the stop signal received meanwhile, or 0.
     """
     past: list[Restart] = []
     idle, resume = 0, options.resume
@@ -64,20 +64,20 @@ def supervise(
         if failure is None or result.exit_code != 1 or result.signal or len(past) == options.max_restarts:
             break
         if failure.agreed:
-            log("not started again: the ranks ended the run together, and would again")
+            log("not restarted: all ranks stopped together for a reason that would recur")
             break
         if failure.kind == "node_lost":
-            log("not started again: a node is gone")
+            log("not restarted: a node is lost")
             break
         after = newest_checkpoint(run_dir)
         idle = 0 if after[0] > before[0] else idle + 1
         if idle == WITHOUT_PROGRESS:
-            log(f"not started again: {idle} failures without a newer checkpoint")
+            log(f"not restarted: {idle} failures without a newer checkpoint")
             break
         if options.elastic:
             ranks = ranks_left(config, ranks, failure)
         wait_s = 2.0**idle
-        if after != before or resume == "never":  # else the one that was named has not been read yet
+        if after != before or resume == "never":  # else the requested checkpoint has not been read yet
             resume = "auto"
         place = f"step {after[0]}" if after[0] >= 0 else "the start"
         log(
@@ -104,7 +104,7 @@ def supervise(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
-    """Return step and time (ns) of the newest checkpoint, which may be saved again; -1 and 0 without one."""
+    """Return step and mtime (ns; a step may be saved again) of the newest checkpoint; (-1, 0) without one."""
     newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0
@@ -113,7 +113,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Find the greatest number of ranks that the batch divides over, without the killed one or lost GPUs."""
+    """Find the largest number of ranks that divides the batch, excluding a killed rank or lost GPUs."""
     gpus = environment.num_gpus() if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:
@@ -128,7 +128,7 @@ def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
 
 
 def wait_for_signal(seconds: float) -> int:
-    """Sleep until a stop signal comes or the time is over. Returns the signal, or 0."""
+    """Sleep for `seconds` or until a stop signal arrives. Returns the signal, or 0."""
     with processes.stop_signals() as came:
         end = time.monotonic() + seconds
         while not came and (left := end - time.monotonic()) > 0:

@@ -1,7 +1,7 @@
-"""Build the command and environment by which torchrun, accelerate or deepspeed start workers on this node.
+"""Build the command and environment with which torchrun, accelerate or deepspeed start this node's workers.
 
-Both are complete, so that no file of the user or the machine (accelerate's default configuration, deepspeed's
-hostfile) and no variable of a launcher around us changes what starts.
+Both are complete: no file of the user or the machine (accelerate's default configuration, deepspeed's
+hostfile) and no variable of an outer launcher affects the workers.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from launcher.run.nodes import Place
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
-RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on every interface
-# what a launcher around us may have left: torchrun's defaults (PET_*), and variables not all three set anew
+RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on all interfaces
+# variables left by an outer launcher: torchrun's defaults (PET_*), and those that not all three reset
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeStart:
-    """One node's part in an attempt over several nodes."""
+    """Start of one node in an attempt over several nodes."""
 
     place: Place
     attempt: int
-    config: str  # text of config.yaml: a view of the run directory may be stale
-    store_port: int  # of the ranks' store, which node 0's torchrun serves
-    first_rank: int  # rank in the run of the first one here
+    config: str  # text of config.yaml: the node's view of the run directory may be stale
+    store_port: int  # port of the ranks' store, served by node 0's torchrun
+    first_rank: int  # global rank of the first rank here
     store: socket.socket | None = None  # the store's bound socket; None on other nodes
 
 
 @dataclasses.dataclass(frozen=True)
 class RankStart:
-    """Describe the start of the ranks of this node."""
+    """Parameters for starting the ranks of this node."""
 
     nproc: int  # ranks on this node
     worker: Sequence[str]  # arguments of each worker after its configuration
     launcher: str = "torchrun"
     on_gpu: bool = False
     grace_s: float = 300.0
-    cores: Collection[int] | None = None  # cores that the workers share; None = all that we may use
+    cores: Collection[int] | None = None  # cores shared by the workers; None = all that we may use
     node: NodeStart | None = None  # None = this node is the only one
 
     @property
     def ranks(self) -> range | None:
-        """Ranks of the run that are started here; None = all."""
+        """Global ranks started on this node; None = all."""
         node = self.node
         return None if node is None else range(node.first_rank, node.first_rank + self.nproc)
 
 
 def launcher_problem(launcher: str) -> str | None:
-    """Find why this launcher cannot start anything."""
+    """Return why this launcher cannot be used, or None."""
     if launcher not in LAUNCHERS:
         return f"unknown launcher {launcher}; choose from {', '.join(LAUNCHERS)}"
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
@@ -96,10 +96,10 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of accelerate, which runs torchrun inside itself, with a configuration file of ours.
+    """Build the command of accelerate with our configuration file; accelerate runs torchrun internally.
 
-    MULTI_GPU is also how N ranks start on CPUs (its --cpu starts one) and, from a file, may have one rank. A
-    port in use would switch it to a rendezvous that listens on every interface; nothing listens on port 1.
+    MULTI_GPU also starts N ranks on CPUs (--cpu starts one) and, from a file, accepts a single rank. A port
+    in use would switch it to a rendezvous that listens on all interfaces; nothing listens on port 1.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -128,9 +128,9 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of deepspeed's runner, which starts its node launcher, and that the workers.
+    """Build the command of deepspeed's runner; it starts a node launcher, which starts the workers.
 
-    It sets CUDA_VISIBLE_DEVICES to 0..N-1 whatever the user chose; `env` restores the user's choice.
+    deepspeed sets CUDA_VISIBLE_DEVICES to 0..N-1 in every case; `env` restores the user's choice.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
@@ -150,24 +150,24 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
-    """Build the workers' environment: a rendezvous file and loopback only, or over nodes the node's interface
-    and heartbeats on its own disk; our life to follow, threads per rank.
+    """Build the workers' environment. One node: a rendezvous file and only loopback. Several nodes: the
+    node's interface, and heartbeats on its local disk. Always: exit with this process, threads per rank.
 
-    Every rank keeps its last collectives in memory (torch's flight recorder), as the user has set it. Desync
-    debugging stays off: it writes to the store at every collective.
+    Every rank keeps its last collectives in memory (torch's flight recorder); the user's settings of it win.
+    Desync debugging stays off: it writes to the store at every collective.
     """
     cores, logs, node = len(os.sched_getaffinity(0)), run_dir / "logs", start.node
     environ = {
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_FR_BUFFER_SIZE": "2000",  # number of collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_ENABLE_TIMING": "1",  # else no record says which ones a GPU has begun
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # without it, records omit which ones a GPU has started
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
         "OMP_NUM_THREADS": str(max(1, cores // start.nproc)),
         **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},
         "GLOO_SOCKET_IFNAME": node.place.interface if node else "lo",
         "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # = is an exact match
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
-        # a batch system signals every process of a job: torchrun must not end a rank that still saves
+        # a batch system signals every process of a job: torchrun must not kill a rank that is still saving
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(start.grace_s)),
         **child_environment(),
         **kernel_caches(),
@@ -177,7 +177,7 @@ def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[st
         environ[INIT_FILE] = str(scratch / "workers")
     else:
         environ[HEARTBEATS] = str(scratch / "heartbeats")
-    if start.launcher == "accelerate":  # it has no option for these, which torchrun reads
+    if start.launcher == "accelerate":  # accelerate has no option for these; torchrun reads them
         environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
     if start.launcher == "deepspeed" and not start.on_gpu:
         environ["DS_ACCELERATOR"] = "cpu"

@@ -1,4 +1,4 @@
-"""`bert-dp train`: check everything, write the run directory, start the ranks, show the run, close it."""
+"""Implement `bert-dp train`: check everything, write the run directory, start the ranks, show the run."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ from launcher.watch.failure import card, what_fits
 if TYPE_CHECKING:
     from rich.console import Console
 
-COMPLETE = "this run is complete: its budget is spent; raise schedule.* to go on"
-BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins
+COMPLETE = "this run is complete: its budget is spent; raise schedule.* to continue"
+BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # allowed in the directory of a new run
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
-MAX_ESTIMATE_RATIO = 1.25  # of the estimate to what there is; above it the estimate's error is no excuse
+MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; larger ratios exceed the estimate's error
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
-    """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues."""
+    """Train and return the exit code. Raises ConfigError with all issues, before any rank starts."""
     place, resume, profile = options.place, options.resume, options.profile
     if place is not None and (refused := over_nodes_issues(job, options)):
         raise ConfigError(refused)
@@ -93,7 +93,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
         layout = batch_layout(job.config, ranks)
         if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
             raise ConfigError(spread)
-        # the counters of this node miss the others'
+        # counters are local, so they would miss the other nodes
         gpus = job.machine.gpus[:ranks] if job.gpus and place is None else ()
         counters = energy_counters([gpu.index for gpu in gpus])
         if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
@@ -121,7 +121,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
             for line in lines:
                 show(console, line, **PLAIN)
         if too_much:
-            forced = "or --force starts anyway"
+            forced = "or use --force to start anyway"
             raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
         if options.dry_run:
             return 0
@@ -133,17 +133,17 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
 
 
 def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
-    """Find options that do not go with several nodes."""
+    """Find options that are incompatible with several nodes."""
     issues, launcher = [], options.launcher
     if options.run_dir is None:
-        message, hint = "is needed over several nodes", "name a directory that all of them share"
+        message, hint = "is needed for several nodes", "choose a directory that all nodes share"
         issues.append(Issue("--run-dir", "missing", message, None, "--nnodes", hint))
-    one_host = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
-    together = "a run over several nodes restarts with all of its ranks"
+    one_host = f"{launcher} is supported on one node only"
+    together = "a run over several nodes always restarts with all ranks"
     unsupported = (
         ("--launcher", launcher if launcher != "torchrun" else "", one_host, "use torchrun"),
-        ("--elastic", options.elastic, together, "leave it out"),
-        ("--allow-code", job.allow_code, "own code runs on one node", "leave --nnodes out"),
+        ("--elastic", options.elastic, together, "omit it"),
+        ("--allow-code", job.allow_code, "own code is supported on one node only", "omit --nnodes"),
     )
     for option, given, message, hint in unsupported:
         if given:
@@ -152,13 +152,13 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
 
 
 def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -> int:
-    """Run this node's ranks when node 0 says so, and return the exit code of the run. Raises ConfigError."""
+    """Run this node's ranks on node 0's orders, and return the exit code of the run. Raises ConfigError."""
     count, issues = 0, tuple[Issue, ...]()
     try:
         count = job.choose_ranks(nproc)
     except ConfigError as error:
         issues = error.issues
-    log(f"node {place.rank} of {place.nodes} joins {place.address}:{place.port} by {place.interface}")
+    log(f"node {place.rank} of {place.nodes} joins {place.address}:{place.port} over {place.interface}")
     hello = peers.hello_of(job, place, count, issues)
     member = peers.join(place, run_dir, hello, job.config.run.hang_after_s)
     try:
@@ -178,7 +178,7 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
                 "ended", attempt=node.attempt, ended=results.plain(ended), now_ns=time.monotonic_ns()
             )
         if order is None:
-            log(f"error: {member.lost() or 'stopped before the run began'}")
+            log(f"error: {member.lost() or 'stopped before the run started'}")
             return 128 + pending[0] if pending else 1
     member.link.close()
     if order["issues"]:
@@ -189,7 +189,7 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
 
 
 def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir: Path, resume: str) -> None:
-    """Raise ConfigError when the run does not have the steps or ranks that are to be profiled."""
+    """Check that the run has the steps and ranks to be profiled. Raises ConfigError."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     done = checkpoint[1].step if checkpoint else 0
     if plan and (issues := profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
@@ -204,7 +204,7 @@ def start_warnings(
     run_dir: Path,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """List settings that are allowed but probably not intended; one line each. `here`: ranks of this node."""
+    """List settings that are allowed but probably unintended, one per line. `here`: ranks of this node."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -215,13 +215,13 @@ def start_warnings(
         warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
     saves = config.checkpoint
     if options.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
-        warnings.append("--max-restarts: nothing is saved on the way, so a restart begins at the start")
+        warnings.append("--max-restarts: no checkpoints are saved during the run, so it restarts from step 0")
     if config.model.lstm_size and config.compile == "on":
         warnings.append("compile: on has no effect on a BiLSTM")
     if not config.checkpoint.keep:
-        warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
-    if anyone_writes(run_dir):  # a file system without modes must not lock out the run that is there
-        warnings.append(f"{run_dir} can be written by every user; chmod o-w it")
+        warnings.append("checkpoint.keep is 0: nothing is saved, so an interrupted run starts over")
+    if anyone_writes(run_dir):  # only a warning: file systems without modes must still allow resuming
+        warnings.append(f"{run_dir} is writable by every user; run `chmod o-w` on it")
     if config.precision == "bf16" and not job.gpus and not job.machine.bf16_units:
         units = " or ".join(BF16_UNITS)
         warnings.append(f"precision: bf16 is emulated on this CPU, which has no {units}; use auto or fp32")
@@ -237,7 +237,7 @@ def run_locked(
     nodes: peers.Coordinator | None,
     console: Console,
 ) -> int:
-    """Run in the locked directory. Nothing in it changes before the last check has passed."""
+    """Run in the locked directory. Nothing in it is changed before the last check has passed."""
     log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
@@ -246,7 +246,7 @@ def run_locked(
         config = with_budget(config, manifest.num_samples)
         if isinstance(manifest, Manifest):
             config = manifest.with_build(config)
-        if job.config.data.path is None:  # else these were said before
+        if job.config.data.path is None:  # else these were printed before
             log(f"data: {describe_data(config, manifest)}")
             warn(console, data_warnings(config, manifest))
         if nodes is not None:
@@ -289,7 +289,7 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show the cause of a failure, or the issues of bad input; add `facts` to summary.json, write the page,
+    """Show the cause of a failure or the issues of bad input, add `facts` to summary.json, write the page,
     and show the result."""
     if failure is not None and failure.issues:
         for fields in failure.issues:
@@ -307,7 +307,7 @@ def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts:
 
 
 def age_s() -> float:
-    """Return the seconds since this command was started."""
+    """Return the seconds since this command started."""
     return time.time() - psutil.Process().create_time()
 
 
@@ -320,7 +320,7 @@ def warn(console: Console, warnings: list[str]) -> None:
 
 
 def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
-    """Find why a run cannot start there. One that goes on no longer needs the weights that it began with."""
+    """Find reasons why a run cannot start in `run_dir`. A resumed run no longer needs `run.init_from`."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
@@ -328,43 +328,43 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue]:
-    """Find why this directory cannot take this run; one line each."""
+    """Find reasons why this directory cannot be used for this run."""
     if issues := place_issues(run_dir, "--run-dir"):
         return issues
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run and anyone_writes(run_dir):
-        message = f"{run_dir} can be written by every user, who could exchange its checkpoints"
-        hint = "chmod o-w it, or choose another directory"
+        message = f"{run_dir} is writable by every user, so anyone could replace its checkpoints"
+        hint = "run `chmod o-w` on it, or choose another directory"
         return [Issue("--run-dir", "unsupported", message, str(run_dir), hint=hint)]
     if (strange := foreign_files(run_dir)) and not holds_run(run_dir):
         names = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
-        message = f"{run_dir} holds {names} but no run, and a run would write among what is yours"
+        message = f"{run_dir} contains {names} but no run, and a run would write among your files"
         hint = f"choose a new directory, for example {run_dir / 'run'}"
         return [Issue("--run-dir", "exists", message, str(run_dir), hint=hint)]
     if linked := links(run_dir):
-        message = "is a link, and a run would write through it"
+        message = "is a link, through which a run would write"
         return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove it") for path in linked]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
-        hint = "use auto, never, or a checkpoint's directory"
-        return [Issue("--resume", "not_found", f"{resume} holds no checkpoint", resume, hint=hint)]
+        hint = "use auto, never, or the directory of a checkpoint"
+        return [Issue("--resume", "not_found", f"{resume} contains no checkpoint", resume, hint=hint)]
     if has_run and resume == "never":
-        message, hint = f"{run_dir} already holds a run", "choose another --run-dir"
+        message, hint = f"{run_dir} already contains a run", "choose another --run-dir"
         return [Issue("--resume never", "exists", message, str(run_dir), "--run-dir", hint)]
     checkpoint = checkpoint_to_resume(run_dir, resume)
     return change_issues(checkpoint[1], config, resume) if checkpoint else []
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether an earlier start has used this as its run directory. A lock alone is no proof: a start
-    that was refused late leaves one, and files that came there since are the user's."""
+    """Return whether an earlier start used this run directory. A lock file does not prove it: a late refusal
+    leaves one, and files added since then belong to the user."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
     return "launcher" in (record.read_json(run_dir / "environment.json") or {})
 
 
 def foreign_files(run_dir: Path) -> list[str]:
-    """List names in a directory that stand in the way of a new run: all but BESIDE_A_RUN, an empty place for
-    checkpoints, such as a disk of their own, and logs of others."""
+    """List names in a directory that prevent a new run: all except BESIDE_A_RUN, an empty `checkpoints`
+    directory, such as a separate disk, and `logs` without logs of ranks."""
 
     def is_harmless(path: Path) -> bool:
         if path.name == "checkpoints":
@@ -373,14 +373,14 @@ def foreign_files(run_dir: Path) -> list[str]:
             return path.is_dir() and not any(path.glob("rank-*"))
         return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in BESIDE_A_RUN)
 
-    with contextlib.suppress(OSError):  # what may not be read is not written into either
+    with contextlib.suppress(OSError):  # an unreadable directory is not written to either
         return sorted(path.name for path in run_dir.iterdir() if not is_harmless(path))
     return []
 
 
 def links(run_dir: Path) -> list[Path]:
-    """List links among a run's files, which would be written through. `checkpoints` and `logs` may be links,
-    to a disk of their own."""
+    """List links among a run's files: a run would write through them. `checkpoints` and `logs` may be links,
+    for example to a separate disk."""
     top = [path for path in run_dir.glob("*") if path.name not in ("checkpoints", "logs")]
     files = (*top, *run_dir.glob("logs/*"), *run_dir.glob("heartbeats/*"))
     return sorted(path for path in files if path.is_symlink())
@@ -391,7 +391,7 @@ def anyone_writes(directory: Path) -> bool:
 
 
 def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
-    """Find the checkpoint that this run would resume from; unverified."""
+    """Find the checkpoint to resume from, without verifying it."""
     if resume == "never":
         return None
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
@@ -403,36 +403,36 @@ def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
     if checkpoint is None or checkpoint[1].data_hash == data_hash:
         return []
     hashes = f"({checkpoint[1].data_hash[:16]}, these are {data_hash[:16]})"
-    message = f"{checkpoint[0].name} was trained on other data {hashes}"
+    message = f"{checkpoint[0].name} was trained on different data {hashes}"
     return [Issue("data", "conflict", message, hint=undo(resume))]
 
 
 def undo(resume: str) -> str:
-    """Return the hint for a checkpoint that does not fit."""
+    """Return the hint for an incompatible checkpoint."""
     return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
 
 
 def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[Issue]:
-    """List the settings of a checkpoint's run that `config` changes and may not."""
+    """List settings that must match the checkpoint's run but differ in `config`."""
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     was_moved = before is not None and not (hf_directory(before) or Path(before)).exists()
     issues = [*changed_settings(facts.config, config), *changed_code(facts.code, config)]
-    if config.data.path is not None:  # data.build is that of the shards, whose hash is compared
+    if config.data.path is not None:  # data.build describes the shards; their hash is compared
         issues = [issue for issue in issues if not issue.setting.startswith("data.build.")]
     if before != now and not was_moved:
-        message = "the run began with {}, now {}".format(*(s or "random weights" for s in (before, now)))
+        message = "the run started from {}, not {}".format(*(s or "random weights" for s in (before, now)))
         issues.append(Issue("run.init_from", "conflict", message, now))
     return [dataclasses.replace(issue, hint=undo(resume)) for issue in issues]
 
 
 def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
-    """Return whether the run has ended by itself and its newest checkpoint has spent the budget."""
+    """Return whether the run completed and its newest checkpoint has spent the budget."""
     summary = results.find(run_dir / "summary.json", Summary)
     newest = record.newest_checkpoint_facts(run_dir)
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
     facts, unit = newest[1], config.schedule.unit
-    if unit in METERED:  # it may have ended with a part of its reserve
+    if unit in METERED:  # a part of its reserve may be left
         return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
@@ -448,8 +448,8 @@ class MemoryCheck:
     precision: str
     world_size: int
     on_gpu: bool
-    parts_gib: dict[str, float]  # estimate by part, by cost.rank_memory_gib
-    limit_gib: float | None  # None = not known: then the run has no issue
+    parts_gib: dict[str, float]  # estimate by part, from cost.rank_memory_gib
+    limit_gib: float | None  # None = unknown: no issue is reported
     limit_of: str
 
     @property
@@ -457,20 +457,20 @@ class MemoryCheck:
         return sum(self.parts_gib.values())
 
     def impossible(self) -> list[Issue]:
-        """Find why it cannot fit, whatever the micro batch: at most one line."""
+        """Check that the model state fits, whatever the micro batch; return at most one issue."""
         state_gib = sum(self.parts_gib[name] for name in MEMORY_STATE)
         if self.limit_gib is None or state_gib <= self.limit_gib:
             return []
         message = (
-            f"weights, gradients and optimizer state take {state_gib:.1f} GiB of a rank's "
+            f"weights, gradients and optimizer state take {state_gib:.1f} GiB, but a rank has "
             f"{self.limit_gib:.1f} GiB"
         )
         hint = "use zero1 or fsdp, more ranks, or a smaller model"
         return [Issue("model", "out_of_range", message, hint=hint)]
 
     def issues(self, above: float = MAX_ESTIMATE_RATIO) -> list[Issue]:
-        """Find why the run may run out of memory: at most one line. `above`: allowed ratio of the estimate to
-        what there is."""
+        """Check that the run fits into memory; return at most one issue. `above`: allowed ratio of the
+        estimate to the limit."""
         if self.limit_gib is None or self.total_gib <= above * self.limit_gib:
             return []
         if issues := self.impossible():
@@ -478,8 +478,8 @@ class MemoryCheck:
         where = (self.config, self.precision, self.world_size, self.limit_gib)
         size = self.config.batch.micro_size
         message = (
-            f"{size} takes about {format_gib(self.total_gib)} a rank (estimate), and there are "
-            f"{format_gib(self.limit_gib)} ({self.limit_of})"
+            f"{size} takes about {format_gib(self.total_gib)} per rank (estimate), but only "
+            f"{format_gib(self.limit_gib)} are available ({self.limit_of})"
         )
         hint = what_fits(*where, on_gpu=self.on_gpu)[1]
         return [Issue("batch.micro_size", "out_of_range", message, size, hint=hint)]
@@ -494,11 +494,11 @@ def check_memory(
     kept: str | None = None,
     here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of a rank of `world_size` and find its limit. `kept`: see precision_of; `here`:
-    ranks that share this machine; None = all."""
+    """Estimate the memory of one of `world_size` ranks and find its limit. `kept`: see precision_of; `here`:
+    number of ranks that share this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
-    # the size of an own task's model is not known
+    # the model size of a custom task is unknown
     limit, limit_of = (None, "") if config.task else machine.rank_memory(here or world_size, on_gpu)
     return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
 
@@ -507,8 +507,8 @@ def check_memory(
 
 
 def expected_steps(config: Config) -> int | None:
-    """Count the optimizer steps of the whole run with its batch ramp; None for a budget in hours, dollars or
-    kWh, and in epochs of data that are not built."""
+    """Count the optimizer steps of the whole run, including its batch ramp; None for a budget in hours,
+    dollars or kWh, or in epochs of data that is not built yet."""
     schedule = config.schedule
     if schedule.steps is not None:
         return schedule.steps
@@ -517,11 +517,11 @@ def expected_steps(config: Config) -> int | None:
     steps = tokens = 0
     while tokens < schedule.tokens:
         batch = batch_at(config.batch, tokens / schedule.tokens)
-        size = batch * config.data.sequence_length  # tokens of a step, until the ramp's next quantum
+        size = batch * config.data.sequence_length  # tokens per step, until the ramp's next quantum
         if batch == config.batch.global_size:
             return steps - (tokens - schedule.tokens) // size  # rounded up
         end = int(batch / config.batch.global_size * config.batch.ramp_fraction * schedule.tokens)
-        count = max(1, (end - tokens) // size - 1)  # short of the end by a step: progress is rounded
+        count = max(1, (end - tokens) // size - 1)  # one step before the end: progress is rounded
         steps, tokens = steps + count, tokens + count * size
     return steps
 
@@ -529,23 +529,27 @@ def expected_steps(config: Config) -> int | None:
 def describe(
     config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, memory: MemoryCheck
 ) -> list[str]:
-    """Describe a run before it starts: batch equation, data, model, memory, length. `manifest`: None before
-    the data is built."""
+    """Describe a run before it starts: batch equation, data, model, memory and length. `manifest`: None
+    before the data is built."""
     sequence = config.data.sequence_length
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = layout.global_size * sequence
-    packed = not config.has_examples  # else examples differ in length
+    packed = not config.has_examples  # unpacked examples differ in length
     step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     model = [
         f"data    {describe_data(config, manifest)}",
-        f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
-        f"memory  about {memory.total_gib:.2f} GiB a rank (estimate, {memory.precision}, eager: {parts})",
+        f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP per token",
+        f"memory  about {memory.total_gib:.2f} GiB per rank (estimate, {memory.precision}, eager: {parts})",
     ]
     return [
         f"batch   {layout} = {step} a step{ramp}",
-        *(model if config.task is None else [f"task    {config.task}: model, data and memory are its own"]),
+        *(
+            model
+            if config.task is None
+            else [f"task    {config.task}: the task defines model, data and memory"]
+        ),
         f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
         f"rate    {peak_lr(config).equation}; {config.optim.name}",
         f"export  {export_formats(config)}",
@@ -553,9 +557,9 @@ def describe(
 
 
 def describe_length(config: Config, step_tokens: int | None) -> str:
-    """Describe the length of a run: steps, hours or epochs, and tokens where their number is known.
+    """Describe the length of a run: steps, hours or epochs, and tokens if their number is known.
 
-    `step_tokens`: tokens of a whole batch; None where it differs from step to step.
+    `step_tokens`: tokens of a whole batch; None if it varies from step to step.
     """
     schedule, steps = config.schedule, expected_steps(config)
     length = "" if steps is None else count_of(steps, "step")
@@ -568,7 +572,7 @@ def describe_length(config: Config, step_tokens: int | None) -> str:
     if schedule.kwh is not None:
         length = f"{schedule.kwh:g} kWh"
     if schedule.epochs is not None:
-        length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
+        length = f"{schedule.epochs:g} epochs of the data, which is not built yet"
     tokens = schedule.tokens
     if tokens is None and steps is not None and step_tokens is not None and not config.batch.ramp_fraction:
         tokens = steps * step_tokens
@@ -576,7 +580,7 @@ def describe_length(config: Config, step_tokens: int | None) -> str:
 
 
 def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) -> str:
-    """Describe the data and how often the run passes over them. `manifest`: None before they are built."""
+    """Describe the data and the number of passes over it. `manifest`: None before the data is built."""
     if manifest is None:
         return "not built yet; built when the run starts"
     if isinstance(manifest, ExamplesManifest):
@@ -590,13 +594,13 @@ def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) 
     if passes is None:
         return line
     times = format_ratio(passes)
-    how = f"reads {format_percent(passes)} of them" if passes < 1 else f"passes over them {times} times"
+    how = f"reads {format_percent(passes)} of them" if passes < 1 else f"makes {times} passes over them"
     return f"{line}; the run {how}"
 
 
 def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float | None:
-    """Return how often the run passes over its training data. Of a budget in hours, dollars or kWh that
-    follows from the tokens that `plan` predicted; None where nothing tells."""
+    """Return the number of passes over the training data, for a budget in hours, dollars or kWh based on the
+    tokens predicted by `plan`; None if unknown."""
     steps, schedule, size = expected_steps(config), config.schedule, config.batch.global_size
     if isinstance(manifest, ExamplesManifest):
         return None if steps is None else steps * size / manifest.splits["train"].examples
@@ -610,13 +614,13 @@ def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float 
 
 
 def data_warnings(config: Config, manifest: Manifest | ExamplesManifest) -> list[str]:
-    """List properties of the data that are probably not intended; one line each."""
+    """List properties of the data that are allowed but probably unintended, one per line."""
     lines = manifest.warnings(config)
     if isinstance(manifest, Manifest) and not all(s.name.startswith("builtin:") for s in manifest.sources):
         passes = passes_over(config, manifest) or 0.0
         if passes > MAX_PASSES:
             lines.append(
-                f"the run passes {format_ratio(passes)} times over its {manifest.train.tokens:,} training "
-                f"tokens; beyond {MAX_PASSES} times new text helps more"
+                f"the run makes {format_ratio(passes)} passes over its {manifest.train.tokens:,} training "
+                f"tokens; beyond {MAX_PASSES} passes, new text helps more"
             )
     return lines

@@ -1,7 +1,7 @@
-"""Run many short runs, each a process of its own, as many at a time as there are slots.
+"""Run many short runs (trials) in separate processes, as many at a time as there are slots.
 
-`python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]` is such a process. Runs that an
-earlier call ended are read and checked instead.
+Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. Trials finished by
+an earlier call are read and checked instead.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # raised by read
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """The timed steps of one run: per rank, per step, in seconds."""
+    """Timings of the steps of one run: per rank, per step, in seconds."""
 
     name: str
     parts: dict[str, list[list[float]]]  # name of PARTS -> [rank][step]
     memory_gib: list[float]
     exposed_s: list[float]
-    """DDP's own samples: seconds of reductions that no backward pass covered, of rank 0; [] without DDP."""
-    curve: list[tuple[int, float]]  # (tokens, loss) of each logged step whose loss is finite
+    """Seconds of reductions not overlapped by the backward pass, as DDP samples them on rank 0; else []."""
+    curve: list[tuple[int, float]]  # (tokens, loss) of each logged step with a finite loss
     summary: Summary
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """Read the summary.json of a run; None if there is none, or a damaged one."""
+    """Read the summary.json of a run; return None if it is absent or damaged."""
     return results.find(directory / "summary.json", Summary)
 
 
@@ -74,7 +74,7 @@ def heldout_losses(directory: Path) -> dict[int, float]:
 
 
 def ended(directory: Path) -> TrialStatus | None:
-    """Return how a run ended; None if it has not, or a signal stopped it."""
+    """Return the status of a finished run; None if it is unfinished, or a signal stopped it."""
     summary = read_summary(directory)
     if summary is None or summary.signal:
         return None
@@ -84,7 +84,7 @@ def ended(directory: Path) -> TrialStatus | None:
 
 
 def cause(directory: Path) -> str:
-    """Return the reason for the end of a run that did not end well."""
+    """Return why a run did not complete."""
     summary = read_summary(directory)
     if summary is None:
         return "both attempts ended without writing summary.json"
@@ -92,7 +92,7 @@ def cause(directory: Path) -> str:
 
 
 def failure_kind(directory: Path) -> FailureKind:
-    """Return the kind of failure of a run that did not end well."""
+    """Return the kind of failure of a run that did not complete."""
     summary = read_summary(directory)
     return summary.failure.kind if summary and summary.failure else "no_cause"
 
@@ -107,14 +107,14 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
         for name in PARTS:
             seconds = [float(s) for s in itertools.chain.from_iterable(line[name] for line in lines)]
             if len(seconds) != warm_up + steps:
-                raise ValueError(f"{path}: {len(seconds)} steps, {warm_up + steps} were to be taken")
+                raise ValueError(f"{path}: {len(seconds)} steps instead of {warm_up + steps}")
             parts[name].append(seconds[warm_up:])
         memory.append(max(float(line["peak_memory_gib"]) for line in lines))
         if rank == 0:
             samples = [line.get("ddp_exposed_s") for line in lines if line["step"] > warm_up]
             exposed = [float(s) for s in samples if s is not None]
     if min(min(each) for each in parts["step_s"]) <= 0:
-        raise ValueError(f"{directory}: a step of no time")
+        raise ValueError(f"{directory}: a step took no time")
     logged = files.read_lines(directory / "metrics.jsonl")
     curve = [(int(line["tokens"]), float(line["loss"])) for line in logged if line["loss"] is not None]
     summary = read_summary(directory) or Summary(status="done")
@@ -123,9 +123,9 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
-TRIAL_FILE = "trial.json"  # seconds of a trial that has ended
-TRIES = 2  # of a trial that something outside it has ended, or whose records are incomplete
-LOG_LINES = 10  # of metrics.jsonl in a measured run
+TRIAL_FILE = "trial.json"  # duration of a finished trial
+TRIES = 2  # attempts at a trial that was ended from outside or has incomplete records
+LOG_LINES = 10  # number of lines of metrics.jsonl in a measured run
 
 
 class Stopped(Exception):
@@ -136,7 +136,7 @@ class Stopped(Exception):
 
 
 class TrialsFailed(Exception):
-    """Raised when no trial can answer what was asked; the text is the reason."""
+    """Raised if the trials cannot give a result; the text is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +149,11 @@ class SearchOutcome:
 
 
 def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
-    """Call `run`, which runs the trials of a verb that writes to `out`, and return how it ended."""
+    """Run the trials of a verb by `run()` and return the outcome. `out`: output directory of the verb."""
     try:
         run()
     except Stopped as stop:
-        log(f"stopped: {out} holds what was measured; the same command goes on")
+        log(f"stopped: the results so far are in {out}; the same command resumes")
         return SearchOutcome("partial", exit_code=128 + stop.number)
     except TrialsFailed as failed:
         return SearchOutcome("failed", str(failed), 1)
@@ -162,16 +162,16 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Devices of one trial at a time: cores of this machine, or GPUs by CUDA's names; None = all."""
+    """Devices for one trial at a time: cores of this machine, or GPUs by CUDA's names; None = all."""
 
     cores: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
 
 
 def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
-    """Divide the devices among trials of `ranks` ranks, at most `most` of them at a time.
+    """Divide the devices among at most `most` concurrent trials of `ranks` ranks.
 
-    `gpus`: visible ones, 0 = CPU ranks; `cores`: usable ones.
+    `gpus`: number of visible GPUs, 0 = CPU ranks; `cores`: number of usable cores.
     """
     count = max(1, min((gpus or cores) // ranks, most))
     if gpus:
@@ -185,12 +185,12 @@ def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One run of `config` on `ranks` ranks in a directory of its own."""
+    """One run of `config` on `ranks` ranks in a separate directory."""
 
     directory: Path
     config: Config
     ranks: int
-    cores: tuple[int, ...] | None = None  # cores that its ranks share; None = those of its slot
+    cores: tuple[int, ...] | None = None  # cores shared by its ranks; None = the slot's
     data_bytes: int | None = None  # limit of each process's writable private memory; None = none
 
     @property
@@ -200,17 +200,17 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class TrialOutcome:
-    """End of a trial."""
+    """Outcome of a trial."""
 
     status: TrialStatus
-    seconds: float  # from its start to its end
+    seconds: float  # from start to end
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
-    """Choose one precision for every trial of a verb, whatever its engine.
+    """Choose a precision for all trials of a verb, common to all engines.
 
-    On GPUs it may stay auto: only a rank can ask of what generation they are. Raises ConfigError for a model
-    that needs another one.
+    On GPUs it may stay auto: only a rank can query their generation. Raises ConfigError if the model needs
+    another precision.
     """
     precision: str = config.precision
     if not on_gpu:
@@ -230,9 +230,9 @@ def timed_config(
     noise_scale: bool = False,
     **sections: Any,
 ) -> Config:
-    """Return `config` for a short timed run at this batch, without a ramp, saving and evaluating nothing.
+    """Adapt `config` to a short timed run at this batch, without ramp, checkpoints and evaluations.
 
-    It is compiled as the run itself would be. `sections`: more settings.
+    Compilation stays as in the run itself. `sections`: further settings.
     """
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
@@ -253,9 +253,9 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return how this trial ended in an earlier call; None: it is to be run (again).
+    """Return the outcome of this trial in an earlier call; None if it must be run (again).
 
-    The same configuration makes it the same trial, wherever its data lies: the output directory keeps the
+    Trials with the same configuration are the same, wherever the data is: the output directory stores the
     data's hash.
     """
     try:
@@ -267,8 +267,8 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return how the run of a trial has ended; None where that says nothing about its settings: a signal or
-    something outside has ended it, or its records are incomplete."""
+    """Return the outcome of a trial; None if it says nothing about the settings: a signal or an outside
+    event ended the run, or its records are incomplete."""
     directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
@@ -291,20 +291,20 @@ def _outcome(trial: Trial) -> TrialOutcome | None:
 
 
 class Progress:
-    """Logs each result with the number of trials and the time left, by the pace of this call's trials."""
+    """Log each result with the number of trials and the time left, at the pace of this call's trials."""
 
     def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
-        """Take the share of the time of every planned trial, in any unit."""
+        """`expected`: relative duration of every planned trial, in any unit."""
         self._log, self._total, self._left, self._at_a_time = log, len(expected), sum(expected), at_a_time
         self._done, self._here, self._seconds = 0, 0.0, 0.0
 
     def had(self, share: float) -> None:
-        """Count a trial that needs no time: an earlier call has run it, or it is left out."""
+        """Count a trial that is not run: it is skipped, or an earlier call has run it."""
         self._done += 1
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
-        """Count a trial that this call has run, and log its result."""
+        """Count a trial run by this call, and log its result."""
         self.had(share)
         self._here += share
         self._seconds += seconds
@@ -326,9 +326,9 @@ class _Running:
 
 @contextlib.contextmanager
 def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
-    """Give a Runner for the block, in which stop signals are only noted.
+    """Provide a Runner for the block; stop signals are only recorded there.
 
-    No process outlives this one however it ends, and files left in OUT/.scratch are removed at the end.
+    No child outlives this process, however it exits. Files in OUT/.scratch are removed at the end.
     """
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
@@ -341,11 +341,11 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
 
 @dataclasses.dataclass
 class Runner:
-    """Starts trials and follows them."""
+    """Start trials and monitor them."""
 
     out: Path
     slots: Sequence[Slot]
-    signals: Sequence[int]  # stop signals that have come, growing
+    signals: Sequence[int]  # stop signals received so far; grows
     launcher: str
     on_gpu: bool
     log: Log
@@ -356,11 +356,10 @@ class Runner:
         return self.out / SCRATCH
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
-        """Yield each trial with its outcome as it ends; its records are in its directory.
+        """Yield each trial and its outcome as it finishes; its records are in its directory.
 
-        A trial that an earlier call has ended is not run again. The next trial is taken when a slot is free,
-        so that `trials` may depend on what has ended. Raises Stopped once a signal has come and every trial
-        has ended.
+        Trials finished by an earlier call are not run again. The next trial is requested when a slot is free,
+        so `trials` may depend on earlier outcomes. Raises Stopped after a signal, once every trial has ended.
         """
         queue, free = iter(trials), list(self.slots)
         tries: dict[Path, int] = {}
@@ -389,7 +388,7 @@ class Runner:
                     if outcome is None and self.signals:
                         continue
                     if outcome is None and tries[place] < TRIES:
-                        self.log(f"  {each.trial.name}: ended by something outside the run; started again")
+                        self.log(f"  {each.trial.name}: ended from outside or incomplete; restarted")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
@@ -398,7 +397,7 @@ class Runner:
                 time.sleep(processes.POLL_S)
         finally:
             for each in running:
-                each.process.kill()  # its own reaper ends its ranks
+                each.process.kill()  # its reaper kills its ranks
                 each.process.wait()
                 each.log.close()
         if self.signals:
@@ -410,7 +409,7 @@ class Runner:
         return outcome
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        """Return the JSON lines that `python -m module` prints; a failure is warned of. Raises Stopped."""
+        """Return the JSON lines printed by `python -m module`; print a warning on failure. Raises Stopped."""
         hidden = {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with processes.confined(cores):
             process = children.start_module(
@@ -458,7 +457,7 @@ class Runner:
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
 
     def _log_progress(self, running: Sequence[_Running]) -> None:
-        """Log the step of each trial, every PROGRESS_S."""
+        """Log the step of each trial every PROGRESS_S."""
         now = time.monotonic()
         for each in running:
             if now < each.due_s:
@@ -473,9 +472,9 @@ class Runner:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train DIR/config.yaml on so many ranks. Returns the exit code of `processes.run`."""
+    """Train DIR/config.yaml on RANKS ranks. Returns the exit code of `processes.run`."""
     directory, ranks, options, *limit = arguments
-    for size in map(int, limit):  # an allocation fails before the kernel has to kill
+    for size in map(int, limit):  # makes an allocation fail before the kernel has to kill
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     config = load_config(Path(directory) / "config.yaml")
     start = RankStart(int(ranks), ["--resume", "never"], **json.loads(options))

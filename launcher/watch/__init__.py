@@ -1,1 +1,1 @@
-"""Watch the ranks of a run: heartbeats, hangs, failures, memory, lines of rank 0."""
+"""Monitor the ranks of a run: heartbeats, hangs, failures, memory, output of rank 0."""

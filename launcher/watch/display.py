@@ -1,4 +1,4 @@
-"""Show a run on the console while it runs: lines of rank 0, and one live line of progress."""
+"""Show a running run on the console: output of rank 0, and one live progress line."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-STAY_S = 10.0  # between lines above the bar of a terminal; elsewhere each is shown
+STAY_S = 10.0  # between lines above a terminal's progress bar; without a bar every line is shown
 LINE_CHARS = 1000
-MAX_LINES = 50  # of rank 0 on the console at a poll; more stay in its log
-ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
-QUIET_S = 30.0  # without a line, after which one says what rank 0 is doing; a terminal has the bar
+MAX_LINES = 50  # lines of rank 0 shown per poll; its log has all of them
+ETA_LINES = 20  # logged steps used to extrapolate the remaining time
+QUIET_S = 30.0  # time without output before rank 0's activity is printed; a terminal shows it on the bar
 ACTIVITIES = {
     "setup": "setting up",
     "compile": "compiling",
@@ -41,14 +41,14 @@ ACTIVITIES = {
     "save": "saving",
     "done": "finishing",
 }
-"""Phase of a heartbeat -> its name on the console; the other phases are parts of a step."""
+"""Phase of a heartbeat -> name on the console; the other phases are parts of a step."""
 
 
 class Display:
-    """A context; call `poll` several times a second.
+    """Context manager that shows the output of rank 0; call `poll` several times a second.
 
-    It shows the lines of rank 0. Lines of the others are in their logs, and on a failure in its card. Once a
-    rank has failed, no more lines are shown: the cause comes next.
+    Output of other ranks is in their logs and, after a failure, in the failure card. Once a rank has failed,
+    nothing more is shown: the cause comes next.
     """
 
     def __init__(self, run_dir: Path, console: Console, config: Config):
@@ -56,12 +56,12 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # the file is replaced with every line that it gets
+        self._evaluated = set(self._evals.lines()[0])  # every new line replaces the file
         self._lines: list[dict[str, Any]] = []
         self._stayed = -STAY_S
-        self._left_s: float | None = None  # at _line_s, when the newest line was shown
+        self._left_s: float | None = None  # remaining time at _line_s, when the newest line was shown
         self._line_s = self._noted_s = self._activity_s = time.monotonic()
-        self._activity = ""  # of rank 0, since _activity_s
+        self._activity = ""  # activity of rank 0 since _activity_s
         self._flooded = False
         self._bar: Progress | None = None
 
@@ -84,17 +84,17 @@ class Display:
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show what rank 0 has written since the last call; of the steps on a terminal one in STAY_S."""
+        """Show rank 0's output since the last call; on a terminal, at most one step per STAY_S."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
-        self._show_log()  # lines before a step stand before it
+        self._show_log()  # output before a step is shown before it
         if replaced:
             self._lines = []
         for line in fresh:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], json.loads(line)]
                 if replaced:
-                    continue  # they are the lines from before a resume
+                    continue  # these lines were written before a resume
                 now, hours = time.monotonic(), self._config.schedule.hours
                 self._left_s, self._line_s = eta_s(self._lines, hours), now
                 if self._bar is None or now - self._stayed >= STAY_S:
@@ -107,7 +107,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show what rank 0 does now, by its heartbeat: on the bar, or as a line after QUIET_S without one."""
+        """Show rank 0's activity from its heartbeat: on the bar, or as a line after QUIET_S of silence."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
@@ -117,11 +117,11 @@ class Display:
             return
         line = self._lines[-1] if self._lines else {}
         done, left = number(line.get("progress")), self._left_s
-        if left and done is not None:  # both go on between two lines
+        if left and done is not None:  # extrapolate both between two lines
             now_left = max(0.0, left - (now - self._line_s))
             done, left = 1 - (1 - done) * now_left / left, now_left
         if not activity.startswith("training"):
-            left = None  # the budget says nothing of the other phases
+            left = None  # the budget does not cover the other phases
         parts = [activity]
         if line:
             loss = run_page.loss_in(self._config.training_loss_unit, line.get("loss"))
@@ -130,7 +130,7 @@ class Display:
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
     def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
-        """Name the activity, and once it has lasted a second how far or how long it is."""
+        """Describe the activity; after a second, add its progress or duration."""
         phase, pieces = (files.PHASES[beat.phase], beat.done) if beat else ("", 0)
         activity = ACTIVITIES.get(phase, f"training step {format_count(beat.step)}" if beat else "starting")
         if beat is None and self._lines:  # rank 0 is on another node
@@ -153,19 +153,19 @@ class Display:
     def _show_log(self) -> None:
         """Show the newest lines of rank 0, at most MAX_LINES."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
-        with contextlib.suppress(OSError):  # a file server that does not answer
+        with contextlib.suppress(OSError):  # the file server does not answer
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
                 return
         flooded = len(lines) > MAX_LINES
         if flooded and not self._flooded:
-            self._note("lines are left out, see logs/rank-0.log")
+            self._note("some lines are omitted, see logs/rank-0.log")
         self._flooded = flooded
         for line in lines[-MAX_LINES:]:
             self._note(line)
 
 
 def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
-    """Format a line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss."""
+    """Format a line of metrics.jsonl for the console; `eta`: seconds left, `unit`: unit of the loss."""
     get = metrics.get
     parts = (
         f"step {format_count(get('step'))}",
@@ -180,7 +180,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left; "" for less than a second, as saving and evaluating come after it."""
+    """Format the time left; "" for less than a second, since saving and evaluation follow."""
     return "" if seconds is None or seconds < 1 else f"left {format_duration(seconds)}"
 
 
@@ -197,8 +197,8 @@ def heldout_line(line: Mapping[str, Any]) -> str:
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
-    """Estimate the seconds left: the rest of a budget in hours, else by the pace of the last lines of
-    metrics.jsonl. None while that is not known."""
+    """Estimate the seconds left, from a budget in hours or else from the pace of the last lines of
+    metrics.jsonl; None while unknown."""
     if hours is not None and lines:
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600
@@ -211,7 +211,7 @@ def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> flo
 
 
 def readable(line: str) -> str:
-    """Make a line of a log printable and bounded; of a progress bar the last state remains."""
+    """Make a log line printable and limit its length; keep only the last state of a progress bar."""
     states = [part for part in line.split("\r") if part]
     line = files.printable(states[-1]) if states else ""
     return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} ..."

@@ -1,5 +1,5 @@
-"""Find why a run failed: the first cause among what the ranks left behind, what it means, settings that need
-less memory, and the failure card. Functions that read kernel files take `root`, which holds proc/ and sys/.
+"""Find the first cause of a failed run in the ranks' records; add explanations and settings that need less
+memory; format the failure card. Functions reading kernel files accept `root`, the parent of proc/ and sys/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launcher.machine.environment import ROOT, control_groups, precision_of
 from launcher.report.formats import format_count, format_gib
 
 TAIL_LINES = 20
-TAIL_BYTES = 65_536  # of a log's end that is read
+TAIL_BYTES = 65_536  # read from the end of a log
 STACK_LINES = 15
 MESSAGE_CHARS = 600
 NO_CAUSE = "without recording an error"
@@ -37,32 +37,32 @@ CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SAMPLE_S = 1.0
 CONSEQUENCES_SHOWN = 6
-MEANING: dict[int, tuple[str, str]] = {  # of a signal, and the fix
+MEANING: dict[int, tuple[str, str]] = {  # signal -> meaning and fix
     signal.SIGSEGV: (
-        "native code used memory that is not its own",
-        "see the stack; often packages built for another torch, CUDA or driver than these (`bert-dp doctor` "
+        "native code accessed invalid memory",
+        "see the stack; often a package was built for another torch, CUDA or driver (`bert-dp doctor` "
         "lists the versions)",
     ),
     signal.SIGABRT: (
-        "native code gave up: a failed assertion or a C++ exception that nobody caught",
-        "its message stands in the log, above the stack",
+        "native code aborted: a failed assertion or an uncaught C++ exception",
+        "see its message in the log, above the stack",
     ),
     signal.SIGBUS: (
-        "a page of mapped memory could not be allocated or read: /dev/shm is full, or a data file was cut",
+        "a page of mapped memory could not be allocated or read: /dev/shm is full, or a file was truncated",
         "free or enlarge /dev/shm (a container's default is 64 MiB: --shm-size), and check the shards with "
         "`bert-dp data inspect`",
     ),
     signal.SIGILL: (
-        "an instruction that this CPU does not have",
-        "install a build of torch and of the extensions that is meant for this CPU",
+        "the code uses an instruction that this CPU does not support",
+        "install builds of torch and of the extensions for this CPU",
     ),
 }
-SPARE = 0.1  # of the memory, for what the estimate does not count, such as buffers of collectives
+SPARE = 0.1  # share of memory not covered by the estimate, such as buffers of collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """A worker that has ended: its exit code, -N for signal N, None when its parent had already taken it."""
+    """Exit of a worker. `code`: -N for signal N; None if its parent had already reaped it."""
 
     rank: int
     code: int | None
@@ -70,23 +70,23 @@ class RankExit:
 
 
 class RanksEnded(StoredModel):
-    """Describe the end of the ranks of one node. Times are of CLOCK_MONOTONIC."""
+    """Exits and errors of the ranks of one node. Times are of CLOCK_MONOTONIC."""
 
     code: int
-    """Of the launcher's process."""
+    """Exit code of the launcher's process."""
     failed_ns: int | None
-    """When that process failed by itself; None: it did not, or we ended it."""
+    """Time when that process failed; None: it did not fail, or we killed it."""
     said: str
-    """The end of its output, at most TAIL_BYTES, without secrets."""
+    """End of its output, at most TAIL_BYTES, without secrets."""
     log: str
-    """The file that has it."""
+    """Path of its log."""
     errors: list[Failure]
-    """What the ranks recorded."""
+    """Errors recorded by the ranks."""
     exits: list[RankExit]
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times of a clock that is `ahead_ns` ahead."""
+        """Convert times from a clock that is `ahead_ns` ahead of ours."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -102,9 +102,9 @@ def decide_cause(
     hang: Failure | None,
     errors: Sequence[Failure],
 ) -> Failure | None:
-    """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank, if
-    any, with its log, its consequences and like errors. `unknown` has the log of a rank that ended before it
-    opened its own."""
+    """Find why a run ended: the hang it was killed for, else the earliest error of a rank (None if there is
+    none), completed with its log, consequences and the ranks with the same error. `unknown`: supplies the log
+    if that rank never opened one."""
     cause = hang or first_cause(logs, launcher_said, exits, errors)
     if cause is not None and (cause.log is None or not Path(cause.log).exists()):
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
@@ -112,14 +112,14 @@ def decide_cause(
 
 
 def error_files(logs: Path, ranks: Sequence[int] | None = None) -> list[Path]:
-    """List the errors that ranks have recorded; `ranks`: only theirs."""
+    """List the error files recorded by ranks; `ranks`: only by these."""
     if ranks is None:
         return list(logs.glob("rank-*.error.json"))
     return [path for rank in ranks if (path := logs / f"rank-{rank}.error.json").exists()]
 
 
 def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Failure]:
-    """Read the errors that ranks have recorded; `ranks`: only theirs."""
+    """Read the errors recorded by ranks; `ranks`: only by these."""
     found = (results.find(path, Failure) for path in error_files(logs, ranks))
     return [error for error in found if error is not None]
 
@@ -127,9 +127,9 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, launcher_said: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the earliest error of a rank, and complete it with log, consequences and like errors."""
-    # a rank that was killed by a signal recorded none: errors of other ranks are its consequences if they
-    # came later or only say that a peer has gone
+    """Find the earliest error of a rank; add its log, consequences and the ranks with the same error."""
+    # a rank killed by a signal recorded no error: errors of other ranks are its consequences if they are
+    # later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
     errors = {e.rank: e for e in in_order if e.rank is not None}
     causes = [e for e in errors.values() if e.kind != "peer_gone"]
@@ -161,8 +161,8 @@ def first_cause(
 def _unrecorded_end(
     silent: Sequence[RankExit], launcher_said: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
-    """Find rank and exit code (None = not known) of the first that ended without a record: as we saw it, else
-    in the launcher's report, in which deepspeed does not name the rank."""
+    """Find rank and exit code (None = unknown) of the first rank that exited without a record: from `silent`,
+    else from the launcher's report; deepspeed's does not name the rank."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
@@ -176,7 +176,7 @@ def _unrecorded_end(
 
 
 def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
-    """Describe the end of a rank that recorded no error, with the stack that a crash left in its log."""
+    """Build the failure of a rank that recorded no error, with the stack of a crash from its log."""
     signalled = -code if code is not None and code < 0 else None
     stack = crash_stack(read_end(logs / f"rank-{rank}.log")) if signalled in CRASHES else []
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
@@ -195,7 +195,7 @@ def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the ends of the other ranks. SIGTERM is how the launcher ends those that are left."""
+    """Describe the exits of the other ranks. The launcher stops remaining ranks with SIGTERM."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for rank_exit in silent:
         if rank_exit.code is not None and rank_exit.code not in (-signal.SIGTERM, 1):
@@ -206,9 +206,9 @@ def _consequences(
 
 
 def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add that the run directory cannot be written; make it the cause unless another one is known."""
-    refused = f"{os.strerror(error.errno or errno.EIO)}: nothing can be written to {run_dir}"
-    fix = "make room there; the same command then goes on from the newest checkpoint"
+    """Add that the run directory is not writable; make it the cause unless another one is known."""
+    refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
+    fix = "free space there; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
         return failure.model_copy(update={"fix": [*failure.fix, fix]})
     if failure.kind != "no_cause":
@@ -219,7 +219,7 @@ def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
 
 
 def crash_stack(text: str) -> list[str]:
-    """Cut faulthandler's last output from a log: the error and the stack of the thread that crashed."""
+    """Extract faulthandler's last output from a log: the error and the stack of the crashed thread."""
     _, error, rest = text.rpartition("Fatal Python error: ")
     if not error:
         return []
@@ -231,7 +231,7 @@ def crash_stack(text: str) -> list[str]:
 
 
 def read_end(path: Path) -> str:
-    """Read the end of a log of any size, of its last start; empty when there is none."""
+    """Read the end of a log of any size, since its last start; "" if there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -242,7 +242,7 @@ def read_end(path: Path) -> str:
 
 
 def first_line(message: str) -> str:
-    """Return the first line with text, cut to MESSAGE_CHARS, without places in C++ sources."""
+    """Return the first non-empty line, cut to MESSAGE_CHARS, without C++ source locations."""
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
@@ -254,8 +254,8 @@ def first_line(message: str) -> str:
 def explain(
     failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int | None = None
 ) -> Failure:
-    """Add explanations and fixes to a failure, as far as they follow from RUN/config.yaml and
-    RUN/environment.json. `here`: ranks that share the memory of the failed one's node; None = all."""
+    """Add explanations and fixes to a failure, derived from RUN/config.yaml and RUN/environment.json. `here`:
+    number of ranks that share the memory of the failed rank's node; None = all."""
     here = here or world_size
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
@@ -274,23 +274,23 @@ def _explain_kill(
     failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int
 ) -> dict[str, Any]:
     peak = memory.peaks_gib.get(f"rank {failure.rank}")
-    peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
+    peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it exited before its memory was sampled"
     if memory.oom_kills:
-        first = f"the kernel killed it for want of host memory (oom_kill in {memory.counter}); {peaked}"
+        first = f"the kernel killed it because host memory ran out (oom_kill in {memory.counter}); {peaked}"
         reasons, fixes = what_to_lower(run_dir, world_size, "", on_host=True, here=here)
         message = f"{failure.message}: host out of memory"
         return {"message": message, "kind": "host_memory", "explanation": [first, *reasons], "fix": fixes}
-    reason = "from outside: no out-of-memory kill was counted"
+    reason = "killed from outside: no out-of-memory kill was counted"
     if memory.oom_kills is None:
-        reason = "from outside, or by the kernel for want of memory: no oom_kill counter can be read"
-    fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"
+        reason = "killed from outside, or by the kernel for lack of memory: no oom_kill counter is readable"
+    fix = "find who killed it: a limit of the batch system or container, an administrator; see `dmesg`"
     return {"explanation": [f"{reason}; {peaked}"], "fix": [fix]}
 
 
 def what_to_lower(
     run_dir: Path, world_size: int, message: str, *, on_host: bool, here: int
 ) -> tuple[list[str], list[str]]:
-    """Explain a lack of memory, of the host or the device, and find settings that need less. `here`: ranks
+    """Explain why host or device memory ran out, and find settings that need less. `here`: number of ranks
     that share the host."""
     try:
         config = load_config(run_dir / "config.yaml")
@@ -298,15 +298,15 @@ def what_to_lower(
         return [], []
     machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
     if on_host and config.run.device != "cpu" and machine.gpus:
-        return [], ["on GPUs the host holds data and the checkpoint's copy: fewer ranks, or more memory"]
+        return [], ["use fewer ranks or more host memory (for the data and the checkpoint's copy)"]
     reasons: list[str] = []
     if on_host:
         total = machine.memory_limit_gib or machine.memory_gib
         capacity = total / here if total else None
         if total:
-            shared = f"{format_gib(total)} / {here} ranks = {format_gib(capacity)} a rank"
+            shared = f"{format_gib(total)} / {here} ranks = {format_gib(capacity)} per rank"
             reasons = [f"{'control group limit' if machine.memory_limit_gib else 'machine'} {shared}"]
-    elif match := re.search(r"total capacity of ([\d.]+) (GiB|MiB)", message):  # torch's words
+    elif match := re.search(r"total capacity of ([\d.]+) (GiB|MiB)", message):  # torch's wording
         capacity = float(match[1]) / {"GiB": 1, "MiB": 1024}[match[2]]
     else:
         capacity = min((gpu.memory_gib for gpu in machine.gpus if gpu.memory_gib), default=None)
@@ -320,10 +320,10 @@ def what_to_lower(
 def what_fits(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return the memory estimate of a rank in words, and the largest micro batch that brings it below
-    `capacity_gib` with 10 % spare, as an option.
+    """Return the memory estimate per rank in words, and, as a setting, the largest micro batch whose estimate
+    is at least 10 % below `capacity_gib`.
 
-    A run that failed though its estimate fits needs more than it: then a tenth less than it is sought.
+    If the run failed although its estimate fits, the target is 10 % below the estimate instead.
     """
 
     def needs(of: Config) -> float:
@@ -331,28 +331,28 @@ def what_fits(
 
     needed, batch = needs(config), config.batch
     limit = (1 - SPARE) * (needed if capacity_gib is None else min(needed, capacity_gib))
-    words = f"estimate of a rank: {format_gib(needed)} at micro batch {batch.micro_size}"
+    words = f"estimate per rank: {format_gib(needed)} at micro batch {batch.micro_size}"
     if capacity_gib is not None:
-        words += f"; there are {format_gib(capacity_gib)}"
+        words += f"; available: {format_gib(capacity_gib)}"
         if needed <= capacity_gib:
-            words += ", so more was taken than the estimate counts"
+            words += ", so the run used more than the estimate"
     before = batch_layout(config, world_size)
     for micro in (n for n in reversed(divisors(batch.global_size)) if n < batch.micro_size):
         smaller = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
-        with contextlib.suppress(ConfigError):  # of a batch that does not divide
+        with contextlib.suppress(ConfigError):  # this micro batch does not divide the batch
             after, size = batch_layout(smaller, world_size), needs(smaller)
             if size <= limit:
                 steps = f"accumulation {before.grad_accum_steps} -> {after.grad_accum_steps}"
-                kept = f"the global batch of {format_count(batch.global_size)} stays"
+                kept = f"global batch {format_count(batch.global_size)} unchanged"
                 return words, f"batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
     return words, (
-        "nothing fits by the estimate: parallel.activation_checkpointing=true, parallel.engine=zero1 or "
-        "fsdp, more ranks, or a smaller model"
+        "by the estimate, no micro batch fits; try parallel.activation_checkpointing=true, "
+        "parallel.engine=zero1 or fsdp, more ranks, or a smaller model"
     )
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
-    """Format a failure in lines: rank, error, place, log, reasons, fixes, consequences and the log's end."""
+    """Format a failure as lines: rank, error, place, log, reasons, fixes, consequences and the log's end."""
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where} {failure.source or ''}".rstrip())
@@ -375,7 +375,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
 
 
 class MemoryWatch:
-    """Notes the peak resident memory of each rank, sampled once a second."""
+    """Record the peak resident memory of each rank, sampled once a second."""
 
     def __init__(self, root: Path = ROOT):
         self._root, self._next_s = root, 0.0
@@ -383,7 +383,7 @@ class MemoryWatch:
         self._peaks_gib: dict[str, float] = {}
 
     def sample(self, workers: Mapping[int, psutil.Process]) -> None:
-        """Note the resident memory of the workers (rank -> process) when the last note is a second old."""
+        """Sample the resident memory of the workers (rank -> process) at most once a second."""
         now = time.monotonic()
         if now < self._next_s:
             return
@@ -394,7 +394,7 @@ class MemoryWatch:
                 self._peaks_gib[f"rank {rank}"] = max(self._peaks_gib.get(f"rank {rank}", 0.0), used)
 
     def facts(self) -> RunMemory:
-        """Return the peaks so far, and the out-of-memory kills since the watch began."""
+        """Return the peaks so far, and the out-of-memory kills since this object was created."""
         before, after = self._kills_before, oom_kills(self._root)
         return RunMemory(
             peaks_gib={name: round(peak, 3) for name, peak in self._peaks_gib.items()},
@@ -404,8 +404,8 @@ class MemoryWatch:
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
-    """Read the number of processes killed for want of memory so far, and the counter's path: that of our
-    control group (v2, v1), which counts whichever limit was hit, else of the machine. None without any."""
+    """Read the number of out-of-memory kills so far and the counter's path: of our control group (v2, v1),
+    which counts them for every limit that was hit, else of the machine. None without a counter."""
     places = [
         group / name
         for group in reversed(control_groups(root, "memory"))

@@ -1,5 +1,5 @@
-"""Detect and diagnose hangs: read the ranks' heartbeats about once a second, name the ranks that hold the
-others up by their stacks, process states and collectives, and end a run that stays hung.
+"""Detect and diagnose hangs: read the ranks' heartbeats about once a second, identify the ranks that block
+the others from stacks, process states and collectives, and end a run that stays hung.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from bert_dp.files.models import Failure
 from launcher.machine.environment import read_text
 
 LOOK_EVERY_S = 1.0
-UNWATCHED_S = 5.0  # the most that counts of the time between two looks: this process may have been stopped
-ANSWER_S = 3.0  # for stacks and records to come
-REPORT_AT = 0.8  # share of the limit at which evidence is gathered, so that the report is out by the limit
-PATIENT_S = 300.0  # where nothing beats for long though all is well
-COMPILING_S = 30.0  # until a rank that compiles is looked at again
+UNWATCHED_S = 5.0  # most time counted between two polls: this process may have been stopped
+ANSWER_S = 3.0  # limit for stacks and records to arrive
+REPORT_AT = 0.8  # share of the limit at which evidence is collected, to report within the limit
+PATIENT_S = 300.0  # limit in phases that may last long without progress
+COMPILING_S = 30.0  # until a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
-ABSENT = Heartbeat()  # of a rank that has not begun
+ABSENT = Heartbeat()  # of a rank that has not started
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# what a function waits for: with 2 it does nothing else, with 1 it may be at work, or its device
+# what a function waits for; 2: it only waits, 1: it or its device may be working
 WAITS = {
     ("bert_dp/training/distributed.py", "wait"): (2, "a side-group exchange"),
     **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
     ("cuda/__init__.py", "synchronize"): (1, "the device"),
 }
-# of torch.compile: a finetuning compiles each padded length when it comes, in the middle of a step
+# files of torch.compile: finetuning compiles each new padded length in the middle of a step
 COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/async_compile.py",
     "torch/_inductor/codecache.py",
     "torch/_inductor/cpp_builder.py",
 )
-BEGUN = ("started", "completed")  # states of collectives that GPUs have; those under gloo stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose inputs may differ by rank
+BEGUN = ("started", "completed")  # states of collectives started by GPUs; gloo's stay "scheduled"
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # inputs may differ between ranks
 
 Collectives = Sequence[Mapping[str, Any]]
-"""Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
+"""Recent collectives of a rank, from bert_dp.training.distributed.recent_collectives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +84,13 @@ class RankSnapshot:
 
     @property
     def frozen(self) -> bool:
-        """True if its process runs no Python though no signal has stopped it."""
+        """Whether its process runs no Python code although no signal has stopped it."""
         has_begun = self.heartbeat.pid != 0
         return has_begun and not self.stopped and self.unheard_s >= max(UNHEARD_S, self.silent_s / 2)
 
     @property
     def where(self) -> Frame | None:
-        """The innermost frame of our code or the user's, else of any."""
+        """Innermost frame of our code or the user's, else of any code."""
         own = (frame for frame in self.stack if is_own_code(frame.path))
         return next(own, self.stack[0] if self.stack else None)
 
@@ -99,7 +99,7 @@ class RankSnapshot:
         return PHASES[self.heartbeat.phase]
 
     def position(self) -> str:
-        """Describe how far the rank is: step, phase and micro batches."""
+        """Describe the rank's position: step, phase and micro batches."""
         if self.phase in ("setup", "compile"):
             return f"in {self.phase}"
         done = f", {self.heartbeat.done} micro batches done" if self.phase in IN_STEP else ""
@@ -108,12 +108,12 @@ class RankSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class HangDiagnosis:
-    ranks: tuple[int, ...]  # ranks that hold the others up; () when none stands out
+    ranks: tuple[int, ...]  # ranks that block the others; () if none stands out
     reason: str
 
 
 class OtherNodes(Protocol):
-    """The launchers of the other nodes (peers.Coordinator)."""
+    """Interface to the launchers of the other nodes (peers.Coordinator)."""
 
     def unheard_s(self) -> float: ...
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]: ...
@@ -123,20 +123,20 @@ class OtherNodes(Protocol):
 
 @dataclasses.dataclass
 class RankActivity:
-    """The last heartbeat of a rank, and when (on the watch's clock) it last changed."""
+    """Last heartbeat of a rank, and when (on the watch's clock) it last changed."""
 
     heartbeat: Heartbeat
     moved_s: float
     heard_s: float
-    state: str = "S"  # of its process; see RankSnapshot
+    state: str = "S"  # state of its process; see RankSnapshot
 
 
 class Watch:
-    """Watches the ranks' heartbeats; call `poll` often. Reports go to `log` by lines, and to RUN/hang.txt.
+    """Watch the ranks' heartbeats; call `poll` often. Reports go to `log`, line by line, and to RUN/hang.txt.
 
-    A rank is silent while its heartbeat shows no progress. A run hangs when all ranks are silent, or one is
-    that is stopped or frozen, for max(hang_after_s, 3 median steps). In set-up, compilation and saving, and
-    until a first step is done, all may be silent for PATIENT_S; also while a rank compiles, by its stack.
+    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or a stopped or frozen
+    rank, are silent for max(hang_after_s, 3 median steps). During set-up, compilation and saving, and before
+    the first completed step, the limit is PATIENT_S; also if a stack shows that a rank is compiling.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
@@ -146,15 +146,15 @@ class Watch:
         self._ranks: dict[int, RankActivity] = {}
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
-        self.hang: Failure | None = None  # the hang that was reported, while the run makes no progress
-        self.ends = False  # the run is to be ended for it
-        self.heartbeats: Path | None = None  # the folder of the heartbeats; None = in the run directory
+        self.hang: Failure | None = None  # reported hang, while the run makes no progress
+        self.ends = False  # whether the run must be killed for it
+        self.heartbeats: Path | None = None  # directory of the heartbeats; None = in the run directory
         self.others: OtherNodes | None = None
-        """The launchers of the other nodes, which report their ranks each second."""
+        """Launchers of the other nodes; they report their ranks every second."""
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
-        """Look at the ranks (rank -> process) if it is time. Returns the hang when the run is to be ended.
+        """Check the ranks (rank -> process) if it is time. Returns the hang if the run must be killed.
 
         `now`: seconds on the monotonic clock; default: the clock.
         """
@@ -171,7 +171,7 @@ class Watch:
         return None
 
     def _look(self, workers: Mapping[int, psutil.Process]) -> dict[int, tuple[Heartbeat, str]]:
-        """Read heartbeat and process state of every rank."""
+        """Read the heartbeat and process state of every rank."""
         others = self.others.heartbeats() if self.others else {}
         return {**others, **look(self._run_dir, workers, self.heartbeats)}
 
@@ -190,7 +190,7 @@ class Watch:
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
             self._completed, self._completed_s = step, clock
-        elif step - 1 > self._completed:  # seconds per step since a look at which a step was complete
+        elif step - 1 > self._completed:  # seconds per step since a poll that saw a completed step
             self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
             self._completed, self._completed_s = step - 1, clock
 
@@ -202,9 +202,9 @@ class Watch:
     def _is_hung(self) -> bool:
         started = [rank for rank, activity in self._ranks.items() if activity.heartbeat != ABSENT]
         if not started or self._clock_s < self._next_look_s:
-            return False  # nothing to go by: workers that start, or that have no place for a heartbeat
+            return False  # no data: workers are starting, or cannot write heartbeats
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
-            return False  # a node that stays silent is lost, whatever its ranks do
+            return False  # a silent node counts as lost, whatever its ranks do
         limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))
         phases = {PHASES[activity.heartbeat.phase] for activity in self._ranks.values()}
         patient = bool(phases & set(PATIENT)) or not self._steps
@@ -229,7 +229,7 @@ class Watch:
         now = self._look(workers)
         for rank in diagnosis.ranks or self._ranks:
             if rank not in now or now[rank][0].progress != self._ranks[rank].heartbeat.progress:
-                return  # it ended or went on while we looked
+                return  # it exited or continued while we looked
         if any(compiles(s.stack) and s.silent_s < PATIENT_S for s in snapshots):
             self._next_look_s = self._clock_s + COMPILING_S
             return
@@ -249,11 +249,11 @@ class Watch:
         self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
         end_s = self._limits.end_hung_after_s
         end = f"ended in {end_s:.0f} s" if end_s else "not ended"
-        self._tell([*lines, f"  the run is {end} unless it goes on; saved in {self._run_dir / 'hang.txt'}"])
+        self._tell([*lines, f"  the run is {end} unless it continues; saved in {self._run_dir / 'hang.txt'}"])
 
     def _follow_hang(self) -> Failure | None:
         if all(activity.moved_s > self._reported_s for activity in self._ranks.values()):
-            self._tell([f"goes on after {self._clock_s - self._hung_since_s:.0f} s"])
+            self._tell([f"continues after {self._clock_s - self._hung_since_s:.0f} s"])
             self.hang = None
             return None
         self.ends = 0 < self._limits.end_hung_after_s <= self._clock_s - self._reported_s
@@ -269,7 +269,7 @@ class Watch:
 def look(
     run_dir: Path, workers: Mapping[int, psutil.Process], heartbeats: Path | None = None
 ) -> dict[int, tuple[Heartbeat, str]]:
-    """Read heartbeat and process state of the ranks of this node."""
+    """Read the heartbeat and process state of each rank of this node."""
     seen = {}
     for rank, worker in workers.items():
         beat = read_heartbeat(heartbeat_path(run_dir, rank, heartbeats))
@@ -281,8 +281,8 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Return stacks and collectives of the ranks of this node that can write them. Takes up to ANSWER_S."""
-    able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would end one not begun
+    """Collect stacks and collectives of this node's ranks, as far as they respond, in up to ANSWER_S."""
+    able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 kills a rank not started
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
         with contextlib.suppress(OSError):
@@ -304,7 +304,7 @@ def evidence(
 
 
 def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives | None:
-    """Read the collectives that the rank wrote in this silence; None where it wrote none."""
+    """Read the collectives written by the rank during this silence; None if there are none."""
     facts = read_json(run_dir / "logs" / f"rank-{snapshot.rank}.collectives.json") or {}
     beat = snapshot.heartbeat
     is_current = (facts.get("pid"), facts.get("progress")) == (beat.pid, beat.progress)
@@ -312,7 +312,7 @@ def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives |
 
 
 def process_state(pid: int) -> str:
-    """Read the state of a process, a letter as in proc_pid_stat(5); "X" when it is gone."""
+    """Read the state of a process, a letter as in proc_pid_stat(5); "X" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -320,15 +320,15 @@ def process_state(pid: int) -> str:
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Read the main thread's frames, innermost first, from faulthandler's output, where it comes last."""
+    """Parse the main thread's frames, innermost first, from faulthandler's output; that thread is last."""
     blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
     matches = (FRAME.match(line) for line in blocks[-1].splitlines())
     return tuple(Frame(m[1], int(m[2]), m[3]) for m in matches if m and not m[1].startswith("<frozen"))
 
 
 def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
-    """Return (2, collective) for a stack that waits in one, (1, what) where that cannot be told from work,
-    else (0, "")."""
+    """Return (2, collective) for a stack that waits in one, (1, what) if it may also be working, else
+    (0, "")."""
     for frame in stack:
         for (path, function), answer in WAITS.items():
             if frame.path.endswith(path) and frame.function == function:
@@ -340,25 +340,25 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
 
 
 def compiles(stack: Sequence[Frame]) -> bool:
-    """Return whether torch.compile is at work, not code that it has compiled."""
+    """Return whether torch.compile itself is running, not code compiled by it."""
     return any(frame.path.endswith(COMPILES) for frame in stack)
 
 
 def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
-    """Name the ranks that hold the others up, by the surest evidence first: stopped, frozen, collectives not
-    started, place in the step, stacks.
+    """Find the ranks that block the others, by the most reliable evidence first: stopped, frozen, collectives
+    not started, position in the step, stacks.
 
-    A rank on a GPU runs ahead of it: its place is what it has queued, its collectives tell what is done.
+    A rank runs ahead of its GPU: its position is the last queued work, its collectives show completed work.
     """
     if stopped := [s for s in snapshots if s.stopped]:
-        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT lets it go on")
-    # one that is steps further than a rank which can be heard waits for that one: a launch holds the GIL
-    # while a GPU's queue is full
+        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes it")
+    # a frozen rank that is steps ahead of a responding rank waits for it: a launch holds the GIL while the
+    # GPU's queue is full
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
         in_kernel = frozen[0].state == "D"
         reason = (
-            "stuck in the kernel" if in_kernel else "holds the interpreter lock (GIL), or gets no processor"
+            "stuck in the kernel" if in_kernel else "holds the interpreter lock (GIL), or gets no CPU time"
         )
         return _named(frozen, f"not schedulable: {reason}")
     if len(snapshots) == 1:
@@ -376,8 +376,8 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     least = min((sureness for sureness, _ in sure), default=0)
     if any(sureness > least for sureness, _ in sure):
         outside = [s for sureness, s in sure if sureness == least]
-        return _named(outside, "not in the collective that the others wait in")
-    return HangDiagnosis((), "no rank stands out: all wait at the same place")
+        return _named(outside, "not in the collective in which the others wait")
+    return HangDiagnosis((), "no rank stands out: all wait at the same position")
 
 
 def _named(snapshots: Sequence[RankSnapshot], reason: str) -> HangDiagnosis:
@@ -385,15 +385,15 @@ def _named(snapshots: Sequence[RankSnapshot], reason: str) -> HangDiagnosis:
 
 
 def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = False) -> HangDiagnosis | None:
-    """Find in each rank's recent collectives who has not started one that others are in, or has started
-    another one; with `on_gpu` by those that the GPUs have begun, of all that were queued.
+    """Find ranks that have not started a collective in which others wait, or have started a different one,
+    from each rank's recent collectives; `on_gpu`: only collectives started by the GPUs, not just queued.
 
-    A rank that is behind only because it waits for one in another group (tensor parallelism) is not named.
-    None when the records show no difference, or nothing was recorded.
+    Ranks that are behind only because they wait in another group (tensor parallelism) are not named. None if
+    the records show no difference, or nothing was recorded.
     """
     if on_gpu:
         recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
-    has_not = "has not begun on its GPU" if on_gpu else "has not started"
+    has_not = "has not started on its GPU" if on_gpu else "has not started"
     missing: dict[int, str] = {}
     waiting: set[int] = set()
     for group in sorted({str(entry["group"]) for entries in recorded.values() for entry in entries}):
@@ -421,7 +421,7 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
 
 
 def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagnosis | None:
-    """Find the first collective of a group that is not the same on all ranks that started it."""
+    """Find the first collective of a group that differs between the ranks that started it."""
     for number in sorted({n for entries in ranks.values() for n in entries}):
         kinds: dict[str, list[int]] = {}
         for rank, entries in ranks.items():
@@ -437,7 +437,7 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagn
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """Operation and sizes of a collective, which must be equal on all ranks."""
+    """Format operation and sizes of a collective; they must be equal on all ranks."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"
@@ -451,7 +451,7 @@ def _list(ranks: Sequence[int], verb: str = "") -> str:
 
 
 def headline(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, *, name_ranks: bool = True) -> str:
-    """Describe the hang in one sentence; without its ranks where they are named beside it."""
+    """Describe the hang in one sentence; `name_ranks`: with its ranks."""
     named = [s for s in snapshots if s.rank in diagnosis.ranks]
     who = f": {_list(diagnosis.ranks)}" if named and name_ranks else ""
     named = named or list(snapshots)
@@ -460,7 +460,7 @@ def headline(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, *, nam
 
 
 def report(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis) -> list[str]:
-    """Describe the hang in lines: the named ranks with their stacks, then one line for each other rank."""
+    """Describe the hang as lines: the named ranks with their stacks, then one line per other rank."""
     lines, others = [headline(snapshots, diagnosis)], []
     for s in snapshots:
         if s.rank in diagnosis.ranks:

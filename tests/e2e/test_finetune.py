@@ -107,7 +107,7 @@ REFUSED = {
     "other shape": ((*OWN, "model.num_layers=3"), "model.num_layers: 3, but run.init_from"),
     "another task's data": ((*OWN, "data.path=/x"), "data.path: "),
     "other weights": ((*OWN, "run.init_from=/x"), "run.init_from: "),
-    "a word": ((*OWN, "colour"), "colour: expected a setting as a.b=value"),
+    "a word": ((*OWN, "colour"), "colour: expected a setting a.b=value"),
     "vocabulary": ((*OWN, "--init", "random", "model.vocab_size=60"), "model.vocab_size: 60"),
 }
 IN_THE_FILES = ("no label", "unknown column", "missing file")

@@ -126,7 +126,7 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     shown = (tmp_path / "page.html").read_text()
     for words in ("subset", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
         assert words in shown
-    assert "holds another evaluation (optim.lr" in refused(*command(run, data, out, "optim.lr=1e-4"))
+    assert "contains another evaluation (optim.lr" in refused(*command(run, data, out, "optim.lr=1e-4"))
 
 
 def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:

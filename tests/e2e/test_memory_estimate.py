@@ -29,7 +29,7 @@ def test_a_dry_run_estimates_the_peak_memory_of_a_cpu_rank(
     settings = (f"data.path={shards}", "schedule.steps=3", "run.device=cpu", f"precision={precision}")
     options = ("train", config, f"--nproc={ranks}", "--run-dir", str(tmp_path / "run"), *settings)
     dry = bert_dp(*options, "compile=off", "--dry-run")
-    estimate = re.search(r"^memory  about ([\d.]+) GiB a rank", dry.stdout, re.MULTILINE)
+    estimate = re.search(r"^memory  about ([\d.]+) GiB per rank", dry.stdout, re.MULTILINE)
     assert estimate is not None, dry.stdout + dry.stderr
     done = bert_dp(*options, "compile=off", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -191,7 +191,7 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     grid, fault = command(shards, where, *options), broken("raise", step=1, once=str(tmp_path / "once"))
     stopped = interrupted(grid, where, signal.SIGINT, lambda: list(where.glob("runs/*/trial.json")), **fault)
     assert stopped.returncode == 130
-    assert "the same command goes on" in stopped.stdout
+    assert "the same command resumes" in stopped.stdout
     assert read_json(where / "scaling.json")["status"] == "partial"
     for name in ("links-2.json", "profile.json", "peak.json"):  # of the same machine and model
         shutil.copy(out / name, where)

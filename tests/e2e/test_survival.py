@@ -47,9 +47,9 @@ def test_a_refused_resume_changes_nothing(finished: Path, tmp_path: Path) -> Non
     before = files(finished)
     other = write_shards(tmp_path / "other", seed=1)
     for extra, text in (
-        (["--set", f"data.path={other}"], "trained on other data"),
+        (["--set", f"data.path={other}"], "trained on different data"),
         (["--set", "optim.lr=0.5"], "optim.lr"),
-        (["--resume", str(tmp_path)], "holds no checkpoint"),
+        (["--resume", str(tmp_path)], "contains no checkpoint"),
     ):
         assert text in refused("train", "--run-dir", str(finished), "--set", "schedule.steps=9", *extra)
         assert files(finished) == before

@@ -92,7 +92,7 @@ def test_a_dry_run_says_how_long_a_budget_in_epochs_is(shards: Path, tmp_path: P
     assert f"{240 * 16:,} tokens" in built.stdout
     cache = str(tmp_path / "cache")
     unbuilt = here("train", "quickstart", "--set", "schedule.epochs=2.5", "--dry-run", BERT_DP_CACHE=cache)
-    assert "2.5 epochs of the data, which are not built yet" in unbuilt.stdout
+    assert "2.5 epochs of the data, which is not built yet" in unbuilt.stdout
 
 
 def test_weights_of_other_tokens_are_refused(first: tuple[Path, str], shards: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     stopped = interrupted(search, folder, signal.SIGINT, lambda: running("memory-1"), patience_s=0.0)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
-    assert "the same command goes on" in stopped.stdout
+    assert "the same command resumes" in stopped.stdout
     partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (folder / "tuned.yaml").exists()
@@ -56,7 +56,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
-    assert "ended by something outside the run; started again" in printed
+    assert "ended from outside or incomplete; restarted" in printed
     assert (folder / "trials" / "memory-1" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
     return folder
 
@@ -114,7 +114,7 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     options = tiny(shards, "batch.micro_size=auto", "batch.global_size=2")
     run = ["train", "quickstart", *options, "--nproc", "2"]
     said = refused(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
-    assert "none holds no checkpoint" in said
+    assert "none contains no checkpoint" in said
     assert not cache.exists()
     done = here(*run, "--run-dir", str(tmp_path / "a"), BERT_DP_CACHE=str(cache))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,7 +163,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     [
         (("--budget", "soon"), "--budget: 'soon' is not a duration"),
         *(
-            (("--budget", zero), f"--budget: '{zero}' must be above 0, for example 5m")
+            (("--budget", zero), f"--budget: '{zero}' must be above 0 (for example 5m)")
             for zero in ("0", "-5m", "0s")
         ),
         (("--memory", "-1"), "--memory: -1"),

@@ -38,7 +38,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     search = command(shards, folder)
     stopped = interrupted(search, folder, signal.SIGINT, lambda: whole(folder))
     assert stopped.returncode == 130
-    assert "the same command goes on" in stopped.stdout
+    assert "the same command resumes" in stopped.stdout
     partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (folder / "tuned.yaml").exists()
@@ -96,7 +96,7 @@ def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, tune: dic
     assert (printed["choice"], printed["rungs"]) == (tune["choice"], tune["rungs"])
     assert whole(out) == before
     other = refused(*command(shards, out, "--seeds", "2"))
-    assert "holds another search (settings.seeds: " in other
+    assert "contains another search (settings.seeds: " in other
 
 
 def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
     bad = refused(*command(shards, tmp_path, "--tokens", "5"))
     assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad
     (tmp_path / "mine.txt").write_text("x")
-    assert "is not empty and holds no search" in refused(*command(shards, tmp_path))
+    assert "is not empty and contains no search" in refused(*command(shards, tmp_path))

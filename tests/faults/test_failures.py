@@ -125,9 +125,9 @@ def test_row_02_a_kill_for_want_of_memory(
     assert result.failure is not None
     lines = card(result.failure, run_dir)
     assert lines[0] == "failed: rank 1: killed by signal 9 (SIGKILL): host out of memory"
-    assert any("want of host memory" in line and "peaked at 0." in line for line in lines[:15])
+    assert any("because host memory ran out" in line and "peaked at 0." in line for line in lines[:15])
     # the program alone takes more than nine tenths of this estimate: no setting brings it below
-    assert any(line.startswith("  fix: nothing fits by the estimate") for line in lines[:15])
+    assert any(line.startswith("  fix: by the estimate, no micro batch fits") for line in lines[:15])
     assert any(line.startswith("  memory: rank 1 ") for line in lines[:15])
     memory = read_json(run_dir / "summary.json")["failure"]["memory"]
     assert memory["oom_kills"] == 1
@@ -160,6 +160,6 @@ def test_row_03_crashes_show_a_stack(
 def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards: Path) -> None:
     """torch's exception with its message, raised by hand: without a GPU too the advice is read off it."""
     facts = fail(tmp_path, shards, "cuda_oom", 0, "torchrun", "precision=fp32")
-    assert any("there are 10.00 GiB" in line for line in facts["first"])
+    assert any("available: 10.00 GiB" in line for line in facts["first"])
     fix = next(line for line in facts["first"] if line.startswith("  fix: "))
-    assert re.search(r"batch.micro_size=1 \(accumulation \d -> \d, the global batch of 8 stays\)", fix)
+    assert re.search(r"batch.micro_size=1 \(accumulation \d -> \d, global batch 8 unchanged\)", fix)

@@ -246,12 +246,12 @@ def test_row_23_no_other_user_can_write_a_run_directory(tmp_path: Path, shards: 
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     refused = train(shards, tmp_path / "open", code=2)
-    assert "can be written by every user" in refused.stderr
+    assert "is writable by every user" in refused.stderr
     assert not list((tmp_path / "open").iterdir())
     standing = shutil.copytree(finished, tmp_path / "run")
     standing.chmod(0o777)
     again = train(shards, standing)  # a file system without modes must not lock a run out
-    assert "can be written by every user" in again.stdout
+    assert "is writable by every user" in again.stdout
 
 
 # --- row 24

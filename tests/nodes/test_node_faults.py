@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_
         rank.send_signal(signal.SIGSTOP)
         started[0].wait_for("hang: rank 1 in step", HANG_AFTER_S + 60)
         rank.send_signal(signal.SIGCONT)
-        started[0].wait_for("goes on after", 60)
+        started[0].wait_for("continues after", 60)
         started[1].process.send_signal(signal.SIGTERM)
         ended(started, 128 + signal.SIGTERM)
     summary = read_json(run_dir / "summary.json")

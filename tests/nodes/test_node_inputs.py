@@ -56,7 +56,7 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
             (1, ("--rendezvous", "203.0.113.1:1"), "--rendezvous: host1 has no route"),
             (1, ("--launcher", "accelerate"), "--launcher: accelerate"),
             (1, ("--elastic", "--max-restarts", "1"), "--elastic: "),
-            (1, ("--allow-code",), "--allow-code: own code runs on one node"),
+            (1, ("--allow-code",), "--allow-code: own code is supported on one node only"),
         ):
             (text,) = ended(cluster.train(shards, tmp_path / "run", options=options, nodes=(node,)), 2, 60)
             assert words in text, text
@@ -87,7 +87,10 @@ def test_what_differs_between_nodes_is_told_on_both(
 
 @pytest.mark.parametrize(
     ("node", "words"),
-    [(0, "--nnodes: node 1 did not come within 2 s"), (1, "--rendezvous: node 0 does not answer at 10.77.")],
+    [
+        (0, "--nnodes: node 1 did not connect within 2 s"),
+        (1, "--rendezvous: node 0 did not answer at 10.77."),
+    ],
 )
 def test_a_node_that_waits_for_another_in_vain_ends(
     shards: Path, tmp_path: Path, node: int, words: str
@@ -97,4 +100,4 @@ def test_a_node_that_waits_for_another_in_vain_ends(
         path = with_site(tmp_path, "from launcher.run import peers; peers.ARRIVE_S = peers.REFUSE_S = 2.0")
         (text,) = ended(cluster.train(shards, tmp_path / "run", nodes=(node,), PYTHONPATH=path), 2, 60)
     assert words in text, text
-    assert "see its own message" in text
+    assert "check its output" in text

@@ -100,4 +100,4 @@ def test_a_directory_that_is_not_shared_is_refused(shards: Path, tmp_path: Path)
         began = time.monotonic()
         said = ended(cluster.train(shards, places, PYTHONPATH=path), 2)
     assert time.monotonic() - began < 60
-    assert all("--run-dir: node 1 (host1) does not see what node 0 writes" in text for text in said), said
+    assert all("--run-dir: node 1 (host1) does not see node 0's files" in text for text in said), said

@@ -16,7 +16,7 @@ from tests.helpers import make_config
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        ("schedule.steps=30 batch.global_size=64", "20.0 times"),
+        ("schedule.steps=30 batch.global_size=64", "20.0 passes"),
         ("schedule.tokens=768", "50.0 %"),
         ("schedule.hours=1", ""),
         ("schedule.kwh=1", ""),
@@ -37,9 +37,9 @@ PREDICTED = "schedule.hours=1 prediction.tokens.value=15360 prediction.tokens.or
 @pytest.mark.parametrize(
     ("settings", "source", "said"),
     [
-        ("schedule.steps=30", "a.txt", "20.0 times over its 1,536 training tokens"),
-        ("schedule.epochs=3000", "a.txt", "3,000 times"),
-        (PREDICTED, "a.txt", "10.0 times"),
+        ("schedule.steps=30", "a.txt", "20.0 passes over its 1,536 training tokens"),
+        ("schedule.epochs=3000", "a.txt", "3,000 passes"),
+        (PREDICTED, "a.txt", "10.0 passes"),
         ("schedule.steps=30", "builtin:cpython-3.11.2", None),
         ("schedule.hours=1", "a.txt", None),
         ("schedule.steps=6", "a.txt", None),

@@ -261,7 +261,7 @@ def test_eta():
 
 def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path) -> None:
     out, display = run_of(tmp_path)
-    note, newest = "lines are left out, see logs/rank-0.log", [f"line {n}" for n in range(950, 1000)]
+    note, newest = "some lines are omitted, see logs/rank-0.log", [f"line {n}" for n in range(950, 1000)]
     with display:
         for count in (1000, 1000, 3, 1000):
             say(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000 - count, 1000)))

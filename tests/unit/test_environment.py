@@ -350,7 +350,7 @@ def test_a_module_answers_refuses_or_fails(fake_module):
     assert [each.to_json() for each in raised_issues(children.ask_module, refusal, [], "asking")] == [issue]
     for source, said in (
         ("raise SystemExit(4)", "asking exited with code 4"),
-        ("import os; os.kill(os.getpid(), 9)", r"asking killed by signal 9 \(SIGKILL\); memory may"),
+        ("import os; os.kill(os.getpid(), 9)", r"asking killed by signal 9 \(SIGKILL\); out of memory"),
         ("import os; os.kill(os.getpid(), 11)", r"asking killed by signal 11 \(SIGSEGV\)"),
     ):
         with pytest.raises(SystemExit, match=f"error: {said}"):

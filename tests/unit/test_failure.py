@@ -288,12 +288,12 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
 def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
     failure = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
-    refused = f"No space left on device: nothing can be written to {tmp_path}"
+    refused = f"No space left on device: cannot write to {tmp_path}"
     causes = {failure.headline(), *failure.explanation}
     assert failure.headline() == (refused if kind == "no_cause" else before.headline())
     assert before.headline() in causes
     assert "No space left on device" in " ".join(causes)
-    assert any("make room" in fix for fix in failure.fix) == (kind != "error")
+    assert any("free space" in fix for fix in failure.fix) == (kind != "error")
 
 
 def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
@@ -343,12 +343,12 @@ def applied(base: Config, fix: str) -> Config:
 def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
     base = config()
     estimate, fix = what_fits(base, "bf16", world, capacity, on_gpu=True)
-    assert f"{size(base, world):.2f} GiB at micro batch 128; there are {capacity:.2f} GiB" in estimate
+    assert f"{size(base, world):.2f} GiB at micro batch 128; available: {capacity:.2f} GiB" in estimate
     changed = applied(base, fix)
     assert batch_layout(changed, world).global_size == base.batch.global_size
     assert size(changed, world) <= (1 - SPARE) * capacity
     before, after = (512 // (of.batch.micro_size * world) for of in (base, changed))
-    assert f" (accumulation {before} -> {after}, the" in fix
+    assert f" (accumulation {before} -> {after}, global batch" in fix
     assert fix.endswith(f"about {size(changed, world):.2f} GiB")
     larger = applied(base, f"batch.micro_size={2 * changed.batch.micro_size}")
     assert size(larger, world) > (1 - SPARE) * capacity, "micro batches of 512 / world are powers of two"
@@ -358,13 +358,13 @@ def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
     base = config("batch.micro_size=8")
     for times, fits in ((1000.0, True), (1.05, True), (0.95, False)):
         estimate, fix = what_fits(base, "bf16", 1, times * size(base, 1), on_gpu=True)
-        assert ("more was taken than the estimate counts" in estimate) == fits
+        assert ("the run used more than the estimate" in estimate) == fits
         assert size(applied(base, fix), 1) <= (1 - SPARE) * size(base, 1)
 
 
 def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
     _, fix = what_fits(config(), "bf16", 4, 0.1, on_gpu=True)
-    assert fix.startswith("nothing fits")
+    assert fix.startswith("by the estimate, no micro batch fits")
     assert "parallel.engine=zero1" in fix
 
 
@@ -392,7 +392,7 @@ def run_dir(tmp_path: Path) -> Path:
 )
 def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, gib: int) -> None:
     explained = explain(raised(message), run_dir, 1, NONE)
-    assert f"there are {gib:.2f} GiB" in explained.explanation[-1]
+    assert f"available: {gib:.2f} GiB" in explained.explanation[-1]
     assert explained.fix[0].startswith("batch.micro_size=")
     assert explained.memory is None
 
@@ -401,22 +401,22 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
     assert "fewer ranks" in explain(raised(HOST), run_dir, 2, NONE).fix[0], "GPUs hold the model"
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     explained = explain(raised(HOST), run_dir, 2, NONE)
-    assert explained.explanation[0] == "control group limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
-    assert "there are 10.00 GiB" in explained.explanation[1]
+    assert explained.explanation[0] == "control group limit 20.00 GiB / 2 ranks = 10.00 GiB per rank"
+    assert "available: 10.00 GiB" in explained.explanation[1]
     assert explained.memory is NONE
     files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
     whole = explain(raised(HOST), run_dir, 4, NONE, here=2).explanation[0]  # of two nodes
-    assert whole == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
+    assert whole == "machine 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
 @pytest.mark.parametrize(
     ("oom_kills", "said"),
-    [(2, "for want of host memory"), (0, "from outside: no"), (None, "or by the kernel")],
+    [(2, "because host memory ran out"), (0, "from outside: no"), (None, "or by the kernel")],
 )
 def test_kills_by_the_kernel_and_by_others(run_dir: Path, oom_kills: int | None, said: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     killed = Failure(rank=1, kind="killed", message="killed by signal 9", killed_by=signal.SIGKILL)
-    for peaks, peaked in (({"rank 1": 3.5}, "peaked at 3.50 GiB"), ({}, "before its memory was seen")):
+    for peaks, peaked in (({"rank 1": 3.5}, "peaked at 3.50 GiB"), ({}, "before its memory was sampled")):
         memory = RunMemory(peaks_gib=peaks, oom_kills=oom_kills, counter="memory.events")
         explained = explain(killed, run_dir, 2, memory)
         assert said in explained.explanation[0]

@@ -145,7 +145,7 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "outside the collective": (
         [snapshot(0, GATHER), snapshot(1, WORK), snapshot(2, TICK)],
         (1,),
-        "not in the collective that the others wait in",
+        "not in the collective in which the others wait",
     ),
     "at work, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
     "in the backward pass, not the collective": ([snapshot(0, BACKWARD), snapshot(1, GATHER)], (0,), "not"),
@@ -247,7 +247,7 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     assert compare_collectives({0: ahead, 1: behind}) is None
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
     diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
-    reason = "has not begun on its GPU all_reduce of [[8]], in which rank 0 waits"
+    reason = "has not started on its GPU all_reduce of [[8]], in which rank 0 waits"
     assert diagnosis == HangDiagnosis((1,), reason)
     assert "rank 1 in step 4 (step, 2 micro batches done)" in report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
@@ -390,9 +390,9 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     assert len(scene.said) == count
     again = scene.now + 1
     scene.train(3)
-    assert scene.said[count] == f"goes on after {again - moved:.0f} s", "since rank 1 has moved last"
+    assert scene.said[count] == f"continues after {again - moved:.0f} s", "since rank 1 has moved last"
     assert len(scene.said) == count + 1
-    assert "goes on" in (tmp_path / "hang.txt").read_text()
+    assert "continues after" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
     scene.said.clear()
     assert scene.quiet(60) is not None, "a second hang"
@@ -446,7 +446,7 @@ def test_zero_never_ends_it_and_a_lone_rank_is_watched_too(tmp_path: Path) -> No
     scene.train(5)
     assert scene.quiet(60) is not None
     assert "rank 0" in scene.said[0]
-    assert scene.said[-1].startswith("  the run is not ended unless it goes on")
+    assert scene.said[-1].startswith("  the run is not ended unless it continues")
     for _ in range(5000):
         scene.look()
     assert scene.ended is None

@@ -79,14 +79,14 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
     for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         refuse(("train", path, *BASE[2:]), path, "cannot be read")
         refuse((*BASE, "--set", f"data.tokenizer={path}"), "data.tokenizer", path)
-        refuse((*BASE, "--set", f"run.init_from={path}"), "run.init_from", "holds no checkpoint")
-        refuse((*BASE, "--resume", path), "--resume", "holds no checkpoint")
+        refuse((*BASE, "--set", f"run.init_from={path}"), "run.init_from", "contains no checkpoint")
+        refuse((*BASE, "--resume", path), "--resume", "contains no checkpoint")
         refuse(("plan", "scaling", "--from", path), "--from", path)
         (issue,) = raised_issues(readers.file_hash, Path(path))
         assert (issue.setting, issue.kind) == (path, "unsupported")
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "state.json")
-    refuse((*BASE, "--resume", str(tmp_path / "state")), "--resume", "holds no checkpoint")
+    refuse((*BASE, "--resume", str(tmp_path / "state")), "--resume", "contains no checkpoint")
     refuse((*BASE, "--set", f"data.path={tmp_path / 'state'}"), "data.path")
 
 

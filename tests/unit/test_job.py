@@ -95,7 +95,7 @@ def test_missing_gpus_are_warned_of(
     assert lines == start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[: len(lines)]
 
 
-RESTART, UNSAVED = "--max-restarts: nothing is saved", "checkpoint.keep is 0"
+RESTART, UNSAVED = "--max-restarts: no checkpoints are saved", "checkpoint.keep is 0"
 
 
 def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         said = start_warnings(asked, RunOptions(max_restarts=restarts), ranks, ranks, tmp_path, None)
         assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "can be written by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
+    assert "is writable by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"repeats": 5}, None),  # more of them go on in the same directory
-        ({"repeats": 2}, "settings.repeats: 3 then, 2 now"),
-        ({"steps": 60}, "settings.steps: 50 then, 60 now"),
-        ({"tokens": 5}, "settings.tokens: None then, 5 now"),
+        ({"repeats": 2}, "settings.repeats: 3 before, 2 now"),
+        ({"steps": 60}, "settings.steps: 50 before, 60 now"),
+        ({"tokens": 5}, "settings.tokens: None before, 5 now"),
     ],
 )
 def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
@@ -153,7 +153,7 @@ def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
     results.write(tmp_path / "grid.json", begun("optim.lr=3e-4").plan)
     assert begun("optim.lr=3e-4").issues() == []
     (issue,) = begun("optim.lr=1e-4", "data.shuffle=false").issues()
-    assert "(data.shuffle: True then, False now; optim.lr: 0.0003 then, 0.0001 now)" in issue.message
+    assert "(data.shuffle: True before, False now; optim.lr: 0.0003 before, 0.0001 now)" in issue.message
 
 
 def test_other_machines_are_not_mixed(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_other_machines_are_not_mixed(tmp_path: Path, shards: Path, monkeypatch:
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
     other = {**first.machine, "cores": 99}
     results.write(out / "grid.json", first.model_copy(update={"machine": other}))
-    with pytest.raises(ConfigError, match=r"\(cores: 99 then, "):
+    with pytest.raises(ConfigError, match=r"\(cores: 99 before, "):
         output(out).begin(config)
     assert results.read(out / "grid.json", MadePlan).machine == other, "it keeps the machine of the first"
 

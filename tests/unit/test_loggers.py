@@ -159,7 +159,8 @@ def test_a_missing_package_keeps_no_other_service_from_its_records(tmp_path: Pat
     with loggers.Loggers(run_dir, [ABSENT, "tensorboard"], said.append) as sender:
         wait_for(lambda: len(said) == 2, 30)  # at once, not at the end
     assert sorted(said)[0].startswith(f"tensorboard: {run_dir / 'tensorboard'}")
-    assert sorted(said)[1].startswith(f"warning: {ABSENT} gets no more of this run (ModuleNotFoundError: ")
+    unsent = f"warning: nothing more of this run is sent to {ABSENT} (ModuleNotFoundError: "
+    assert sorted(said)[1].startswith(unsent)
     assert sender.exit_code == 1
     assert b"summary/final_loss" in events(run_dir)
 
@@ -183,8 +184,8 @@ sys.stdin.read()
     [
         (True, "time.sleep(0.3)", 0, None),  # however long
         (False, f"sys.exit({loggers.INCOMPLETE})", 1, None),  # it has said itself what was not sent
-        (False, "time.sleep(600)", 1, "it did not end"),
-        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143, "it did not end"),
+        (False, "time.sleep(600)", 1, "it did not exit in time"),
+        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143, "it did not exit in time"),
         (True, "os.abort()", 1, "killed by signal 6"),
     ],
 )
@@ -200,12 +201,12 @@ def test_how_long_a_service_has_and_how_it_ended(
     with stop_signals(), loggers.Loggers(tmp_path, ["wandb"], said.append, wait=wait) as sender:
         wait_for(lambda: ready.exists() and ready.read_text() == "wandb", 30)
         started = set(psutil.Process().children(recursive=True)) - before
-    if words == "it did not end":
+    if words == "it did not exit in time":
         wait_for(lambda: not any(map(is_alive, started)), 10)
     for left in filter(is_alive, started):
         left.kill()
     assert (sender.exit_code, len(said)) == (code, words is not None)
-    assert all(line.startswith("warning: wandb") and words in line for line in said)
+    assert all(line.startswith("warning: ") and f"to wandb ({words}" in line for line in said)
 
 
 @needs_absent

@@ -98,7 +98,7 @@ def test_a_gpu_is_judged_by_what_is_free_of_it(dry_run: Dry) -> None:
 
     assert dry_run(machine(50.0), device="cuda")[0] == ()
     issues, _ = dry_run(machine(0.01), device="cuda")
-    assert "of GPU 0" in issues[0] or "a rank's 0.0 GiB" in issues[0]
+    assert "of GPU 0" in issues[0] or "a rank has 0.0 GiB" in issues[0]
     assert dry_run(machine(0.01), device="cuda", ranks=1)[0]
     assert dry_run(machine(None, None), device="cuda", ranks=1)[0] == (), "not known: nothing is said"
 

@@ -110,7 +110,7 @@ def test_the_reference_of_settings_is_that_of_the_schema() -> None:
 def test_what_is_no_run_is_told_from_a_folder_of_runs_and_a_file_of_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "first")
     for path, hint in (
-        (tmp_path / "runs", "it holds runs, name one: first"),
+        (tmp_path / "runs", "choose a run in it: first"),
         (run / "config.yaml", "(no config.yaml in it)"),
     ):
         done = here("report", str(path))

@@ -141,8 +141,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
         (2, [{"gpus": True}], "run.device: GPUs on node 1 (h1) and CPU cores on node 0"),
         (2, [{"nodes": 3}], "--nnodes: 3 on node 1 (h1) and 2 on node 0"),
         (2, [{"issues": [Issue("--nproc", "out_of_range", "no").to_json()]}], "--nproc: no"),
-        (3, [{}], "--nnodes: node 2 did not come within 1 s"),
-        (3, [{}, {"host": "g"}], "--node-rank: 1 was given to two nodes, "),
+        (3, [{}], "--nnodes: node 2 did not connect within 1 s"),
+        (3, [{}, {"host": "g"}], "--node-rank: 1 was passed on two nodes, "),
     ],
 )
 def test_what_node_0_refuses_is_told_on_every_node(
@@ -243,7 +243,7 @@ def test_who_sends_waits_no_longer_than_for_a_lost_node(
         link = peers.Link(socket.create_connection(("127.0.0.1", place.port)), 1.0)
         link.start(lambda message: None)
         link.send("evidence", ranks="x" * 2**26)
-    assert "node 1 is lost: not heard of for" in str(link.lost("node 1"))
+    assert "node 1 is lost: no message for" in str(link.lost("node 1"))
 
 
 def test_a_silence_of_any_length_may_be_allowed(place: Place) -> None:

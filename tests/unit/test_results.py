@@ -155,6 +155,6 @@ def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(
     assert not (verb.run_dir / "config.yaml").exists(), "nothing in it has changed"
     other = {**facts, "data_hash": "1" * 64, "config": config.model_dump(mode="json")}
     files.write_json(place / "state.json", other)
-    with pytest.raises(ConfigError, match="was trained on other data"):
+    with pytest.raises(ConfigError, match="was trained on different data"):
         verb.go(settings=("schedule.steps=9",))
     assert not verb.asked

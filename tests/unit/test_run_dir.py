@@ -75,7 +75,7 @@ def test_a_foreign_directory_is_refused(tmp_path: Path, fill: Callable[[Path], N
     before = sorted(tmp_path.rglob("*"))
     (issue,) = run_dir_issues(tmp_path, CONFIG, "auto")
     assert (issue.setting, issue.kind) == ("--run-dir", "exists")
-    assert f"holds {named} but no run" in issue.message
+    assert f"contains {named} but no run" in issue.message
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -111,12 +111,12 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
         told = line.replace("--run-dir", "--resume") if resume != "auto" else line
         assert [*map(str, run_dir_issues(place, changed, resume))] == [told]  # known before any data is built
         (issue,) = data_issues(place, resume, "1" * 64)
-        assert "other data (0000000000000000, these are 1111111111111111)" in issue.message
+        assert "different data (0000000000000000, these are 1111111111111111)" in issue.message
     assert data_issues(run, "never", "1" * 64) == []
     (issue,) = run_dir_issues(run, CONFIG, "never")
-    assert str(issue).startswith(f"--resume never: {run} already holds a run")
+    assert str(issue).startswith(f"--resume never: {run} already contains a run")
     (issue,) = run_dir_issues(run, CONFIG, str(tmp_path))
-    assert str(issue).startswith(f"--resume: {tmp_path} holds no checkpoint")
+    assert str(issue).startswith(f"--resume: {tmp_path} contains no checkpoint")
 
 
 def weights(run: Path, sha256: str) -> Path:
@@ -155,7 +155,7 @@ def test_what_every_user_can_write_takes_no_new_run_but_keeps_the_one_that_is_th
     for mode, refused in ((0o770, False), (0o707, True)):
         tmp_path.chmod(mode)
         issues = run_dir_issues(tmp_path, CONFIG, "auto")
-        assert ["can be written by every user" in issue.message for issue in issues] == [True] * refused
+        assert ["is writable by every user" in issue.message for issue in issues] == [True] * refused
     checkpoint(tmp_path)
     assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_or_a_run_elsewhere_to_go_on_from_makes_a_place_no_run(tmp_
         assert run_dir_issues(place, CONFIG, str(old)) == []
     put("mine/x")(tmp_path)
     (issue,) = run_dir_issues(tmp_path / "mine", CONFIG, str(old))
-    assert "holds x but no run" in issue.message
+    assert "contains x but no run" in issue.message
 
 
 @pytest.mark.parametrize("name", ["config.yaml", ".launcher.lock", "heartbeats", "logs/rank-0.log"])

@@ -154,7 +154,7 @@ def test_a_run_is_read_without_its_warm_up(tmp_path: Path, warm_up: int, exposed
     run = trials.read_repeat(tmp_path, 2, warm_up, 4 - warm_up)
     assert run.parts["step_s"] == [[9.0, 8.0, 2.0, 1.0][warm_up:]] * 2
     assert (run.memory_gib, run.exposed_s, run.curve) == ([3.0, 3.0], exposed, [(8, 4.0), (24, 3.0)])
-    with pytest.raises(ValueError, match="4 steps, 5 were to be taken"):
+    with pytest.raises(ValueError, match="4 steps instead of 5"):
         trials.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
 
 
@@ -168,7 +168,7 @@ def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> N
     assert run_to_end(lambda: end(TrialsFailed("no")), tmp_path, said.append) == SearchOutcome(
         "failed", "no", 1
     )
-    assert said == [f"stopped: {tmp_path} holds what was measured; the same command goes on"]
+    assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes"]
 
 
 STUBBORN = """
@@ -208,7 +208,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in said] == ["t: ended by something outside the run; started again"]
+    assert [line.strip() for line in said] == ["t: ended from outside or incomplete; restarted"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
