@@ -183,8 +183,8 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
         file.write('{"step": 40, "los')
     report = of_directories([run])
     (verdict,) = report.verdicts
-    assert verdict.text == "No end recorded: still running, or killed. Last logged: step 30."
-    assert "metrics.jsonl is torn or empty: 3 whole lines read" in verdict.notes
+    assert verdict.text == "No end recorded: still running or killed. Last logged: step 30."
+    assert "metrics.jsonl is torn or empty: 3 complete lines read" in verdict.notes
     for name in ("summary.json", "environment.json"):
         assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
