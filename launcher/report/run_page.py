@@ -114,7 +114,7 @@ def score_name(name: str, heldout: HeldOut) -> str:
     return name + average
 
 
-MAX_PASSES = 4  # up to here, repeated text is worth almost as much as new text (arXiv 2305.16264)
+MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT = {
     "setup": "setup",
     "compile": "compile",

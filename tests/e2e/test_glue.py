@@ -155,5 +155,5 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
         ("batch.micro_size=5", "batch.global_size"),
     ):
         assert line in refused(*command(run, data, out, more))
-    assert "holds no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
+    assert "contains no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
     assert not out.exists()
