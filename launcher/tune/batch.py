@@ -552,7 +552,7 @@ def resolve_auto_batch(
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
-        return found(spec.sizes[0], f"for this dry run; a real run searches for the best size for {minutes}")
+        return found(spec.sizes[0], f"for this dry run; a real run searches {minutes} for the best size")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))
