@@ -1,4 +1,4 @@
-"""`bert-dp distill`: the transfer set, the teacher's logits, and the configuration of a distillation."""
+"""`bert-dp distill`: prepare the transfer set, the teacher's logits and the distillation's configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPE = "distill.yaml"
 LSTM_SIZES = {"QQP": 300}  # of Tang et al. 2019; 150 for other tasks
 EMBEDDING_SIZE = 300  # of their word2vec
 DERIVED = ("distill.logits", "distill.embeddings")
-COPIES = {False: 20, True: 10}  # of an example; True: of a pair
+COPIES = {False: 20, True: 10}  # per example; True: per pair
 
 
 def load(
@@ -50,13 +50,13 @@ def load(
     nproc: str,
     dry_run: bool,
 ) -> job.Job:
-    """Prepare the transfer set, let the teacher label it, and return the job that `train` runs. `dry_run`:
-    without labelling. Raises ConfigError."""
+    """Prepare the transfer set, label it with the teacher, and return the job for `train`. `dry_run` skips
+    labelling. Raises ConfigError."""
     if issues := finetune.setting_issues(overrides, DERIVED):
         raise ConfigError(issues)
     teacher, is_file = finetune.find_pretrained(run, "TEACHER"), teacher_logits is not None
     if not is_file and not teacher.config.has_examples:
-        message, hint = f"{run} is a pretrained run, which knows no labels", "`bert-dp finetune` it first"
+        message, hint = f"{run} is a pretrained run without labels", "`bert-dp finetune` it first"
         raise ConfigError([Issue("TEACHER", "wrong_type", message, str(run), hint=hint)])
     levels = student_levels(student, embeddings, teacher, source.name)
     machine = environment.probe(Path())
@@ -84,8 +84,8 @@ def load(
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
-    """Return the configuration of a student before the data are known: a BiLSTM, a pretrained run with its
-    weights, or the model of a configuration with random ones. Raises ConfigError."""
+    """Return the configuration of a student before the data is known: a BiLSTM, a pretrained run with its
+    weights, or the model of a configuration with random weights. Raises ConfigError."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
@@ -97,16 +97,16 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
         if embeddings == "teacher":
             path, model["hidden_size"] = teacher.checkpoint, teacher.config.model.hidden_size
         elif not path.is_file():
-            raise ConfigError([Issue("--embeddings", "not_found", f"{path} is no file", embeddings)])
+            raise ConfigError([Issue("--embeddings", "not_found", f"{path} is not a file", embeddings)])
         return [{"model": model, "data": data, "distill": {"embeddings": str(path.resolve())}}, recipe]
     if embeddings != "random":
-        raise ConfigError([Issue("--embeddings", "no_effect", "goes with a BiLSTM", embeddings, "--student")])
+        raise ConfigError([Issue("--embeddings", "no_effect", "needs a BiLSTM", embeddings, "--student")])
     if files.newest_checkpoint_facts(Path(student)) is None:
         model = {**read_yaml(find_config(student)).get("model", {}), "vocab_size": rows}
         return [{"model": model, "data": data}, recipe]
     start = finetune.find_pretrained(Path(student))
     if sha256(start.tokenizer) != sha256(teacher.tokenizer):
-        message = f"{student} has another tokenizer than the teacher"
+        message = f"{student} has a different tokenizer than the teacher"
         raise ConfigError([Issue("--student", "conflict", message, student, "TEACHER")])
     data = {"sequence_length": min(length, start.config.data.sequence_length)}
     model = start.config.model.model_dump(mode="json")
@@ -116,7 +116,7 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
 def transfer_options(
     logits: str | None, copies: int | None, replace: str, teacher: Pretrained, seed: int
 ) -> list[str]:
-    """Return the options of bert_dp.examples.prepare for a transfer set. Raises ConfigError."""
+    """Return the transfer-set options for bert_dp.examples.prepare. Raises ConfigError."""
     if logits is not None:
         if copies is not None:
             message = "the texts of --teacher-logits are the whole transfer set"
@@ -128,25 +128,25 @@ def transfer_options(
         return options
     start = teacher.config.run.init_from
     if (found := files.newest_checkpoint_facts(Path(start)) if start else None) is None:
-        message = f"the run that the teacher began with ({start}) has no checkpoint here"
+        message = f"the teacher's initial run ({start}) has no checkpoint here"
         raise ConfigError([Issue("--replace", "not_found", message, "mlm", hint="use pos or none")])
     return [*options, "--replacing-model", str(found[0].resolve())]
 
 
 def label_issues(teacher: Config, manifest: ExamplesManifest) -> Iterator[Issue]:
-    """Find where the teacher's task is not that of the examples."""
+    """Yield an issue for each difference between the teacher's task and the examples' task."""
     for name in finetune.TASK:
         theirs, ours = getattr(teacher.finetune, name), getattr(manifest, name)
         if (theirs := list(theirs) if name == "labels" else theirs) != ours:
-            message, hint = f"the teacher has {name} {theirs}, the examples {ours}", "name data of its task"
+            message, hint = f"the teacher has {name} {theirs}, the examples {ours}", "pass data of its task"
             yield Issue("TEACHER", "conflict", message, theirs, f"finetune.{name}", hint)
 
 
 def describe_transfer_set(teacher: Config | None, config: Config, manifest: ExamplesManifest) -> None:
-    """Print the size of the transfer set and what labelling it costs; warn of a student that is larger than
-    the teacher. `teacher`: None = its logits are there."""
+    """Print the size of the transfer set and the cost of labelling it; warn if the student is larger than the
+    teacher. `teacher`: None = its logits already exist."""
     train, length = manifest.splits[TRAIN], config.data.sequence_length
-    counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them changed copies"
+    counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them modified copies"
     line = f"transfer set: {counts}, {format_count(train.tokens)} tokens"
     if teacher is None:
         print_error(line)

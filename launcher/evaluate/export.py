@@ -1,4 +1,4 @@
-"""`bert-dp export`: write a run as what other programs load, and compare a directory with its run."""
+"""`bert-dp export`: export a run to formats of other programs, and compare an export with its run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def export(
     form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
-    """Write a run to the new directory `out`, and say what is there. Raises ConfigError."""
-    os.environ |= kernel_caches()  # torch takes a directory of its own otherwise
+    """Export a run to the new directory `out` and print a summary. Raises ConfigError."""
+    os.environ |= kernel_caches()  # otherwise torch uses its own directory
     from bert_dp.exporting import source as write
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -31,7 +31,7 @@ def export(
     run = run.expanduser().resolve()
     source = write.open_run(run, encoder=encoder)
     if source.facts.step == 0:
-        print_error("warning: RUN has not trained a step: its weights are random")
+        print_error("warning: RUN has not trained a single step: its weights are random")
     out = out.expanduser().absolute()
     flags = [*(["--encoder"] if encoder else []), *([f"--{precision}"] if precision != "fp32" else [])]
     command = shlex.join(["bert-dp", "export", form, run.name, "--out", out.name, *flags])
@@ -45,7 +45,7 @@ def export(
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
-    """Compare a directory with its run and show the differences; return 1 if they differ. Raises ConfigError
+    """Compare an export with its run and show the differences; return 1 if they differ. Raises ConfigError
     and RunFailed."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
@@ -57,28 +57,28 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 
 
 def check_report(check: ExportCheck) -> Report:
-    """Build the table of what was compared, over all batches, with the verdict."""
+    """Report the comparison over all batches, with a verdict."""
     shares = [row.top1 for row in check.rows if row.top1 is not None]
-    allowed = "not judged, as it is no fp32"
+    allowed = "not judged: not fp32"
     if check.tolerance is not None:
-        allowed = f"{check.tolerance:.0e} is allowed; over the largest output where that is above 1"
+        allowed = f"{check.tolerance:.0e} is allowed, relative to the largest output if that exceeds 1"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"
     facts = [
         words("what", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
         words("largest difference", f"{max(row.difference for row in check.rows):.1e}", allowed),
-        words("same largest output", format_percent(min(shares)) if shares else None, "the least of a batch"),
-        words("saved and loaded again", f"{check.again:.1e}", "difference from what was loaded first"),
+        words("same largest output", format_percent(min(shares)) if shares else None, "worst batch"),
+        words("saved and reloaded", f"{check.again:.1e}", "difference from the first load"),
         words("parameters", loaded, f"{format_count(check.run_parameters)} in the run"),
         words("not loaded", ", ".join(check.not_loaded[:8]) or "none"),
         words("checkpoint", check.checkpoint),
         words("loaded by", ", ".join(f"{name} {version}" for name, version in check.versions.items())),
     ]
-    verdict = Verdict("ok", "The directory computes what the run computes.")
+    verdict = Verdict("ok", "The export reproduces the outputs of the run.")
     if check.tolerance is None:
-        verdict = Verdict("ok", f"Measured and not judged, as {check.precision} is no fp32.")
+        verdict = Verdict("ok", f"Measured but not judged, because {check.precision} is not fp32.")
     if not check.ok:
-        verdict = Verdict("fail", "The directory does not compute what the run computes.")
-    title = "bert-dp: an exported directory beside its run"
+        verdict = Verdict("fail", "The export does not reproduce the outputs of the run.")
+    title = "bert-dp: export compared with its run"
     return Report(title, verdicts=[verdict], sections=[ReportSection("", tables=[Table(facts)])])

@@ -1,4 +1,4 @@
-"""`bert-dp finetune`: the configuration of a finetuning run, from a pretrained run and a task's data."""
+"""`bert-dp finetune`: build the configuration of a finetuning run from a pretrained run and a task's data."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from launcher.report.page import Report, ReportSection, Table, words
 RECIPE = "finetune.yaml"
 
 TASK = ("kind", "labels", "pair")
-# settings that follow from RUN and its task
+# settings determined by RUN and its task
 DERIVED = ("data.path", "run.init_from", "objective.name", *(f"finetune.{name}" for name in TASK))
 
 
 class ExamplesSource(NamedTuple):
-    """The name of a task and the options of `bert_dp.examples.prepare prepare` that name its examples."""
+    """The name of a task, and its options for `bert_dp.examples.prepare prepare`."""
 
     name: str
     options: Sequence[str]
 
 
 def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
-    """Return a task of GLUE with its files in `data`, folders or archives."""
+    """Return the source of a GLUE task; `data`: folders or archives with its files."""
     return ExamplesSource(task, ["--task", task, *(word for p in data for word in ("--data", str(p)))])
 
 
@@ -56,11 +56,11 @@ def source_of(
     columns: Mapping[str, str | None],
     dev_fraction: float | None = None,
 ) -> ExamplesSource:
-    """Return the source that options name: a task of GLUE, or a user's files, described by `files` (train,
-    dev, test) and `columns` (text, text-pair, label, kind). `dev_fraction`: of train that becomes dev. Raises
-    ConfigError."""
+    """Return the source given by the options: a GLUE task, or a user's files, described by `files` (train,
+    dev, test) and `columns` (text, text-pair, label, kind). `dev_fraction`: fraction of train used as dev.
+    Raises ConfigError."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
-    hint = "name a GLUE task with --data, or your own files by --train and --dev"
+    hint = "use --task and --data for a GLUE task, or --train and --dev for your own files"
     issues = []
     if task is not None:
         text = "GLUE defines the files and columns of --task"
@@ -69,19 +69,19 @@ def source_of(
             fix = "add the folder or archive with GLUE's files"
             issues.append(Issue("--data", "missing", f"--task {task} needs GLUE's files", hint=fix))
     elif data:
-        issues.append(Issue("--data", "no_effect", "goes with --task", other="--task", hint=hint))
+        issues.append(Issue("--data", "no_effect", "requires --task", other="--task", hint=hint))
     elif not own.keys() & files.keys():
-        issues.append(Issue("--task", "missing", "no examples are named", hint=hint))
+        issues.append(Issue("--task", "missing", "no examples are given", hint=hint))
     else:
         if "train" not in own:
-            text = "own files need examples to train on"
+            text = "your own files need examples for training"
             issues.append(Issue("--train", "missing", text, hint="add --train FILE"))
         if "dev" not in own and dev_fraction is None:
             fix = "add --dev FILE, or --dev-fraction 0.1 to take it from --train"
-            issues.append(Issue("--dev", "missing", "own files need examples to measure on", hint=fix))
+            issues.append(Issue("--dev", "missing", "your own files need examples for evaluation", hint=fix))
     if dev_fraction is not None and (task or "dev" in own):
-        text, other = "takes dev from the rows of --train", "--task" if task else "--dev"
-        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "leave one out"))
+        text, other = "splits dev off the rows of --train", "--task" if task else "--dev"
+        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "omit one of them"))
     if issues:
         raise ConfigError(issues)
     if task is not None:
@@ -91,7 +91,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job of each seed with its run directory, below `run_dir` where there are several."""
+    """Return the job of each seed with its run directory, inside `run_dir` if there are several."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -104,7 +104,7 @@ def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.J
 
 
 def seeds_report(run_dirs: Sequence[Path]) -> Report:
-    """Build the table of the scores of runs that differ in their seed: the mean with its 95 % interval."""
+    """Report the scores of runs that differ only in the seed: mean with 95 % interval."""
     summaries = [results.read(path / "summary.json", Summary) for path in run_dirs]
     measured = [summary.heldout.scores or {} for summary in summaries if summary.heldout]
     rows = []
@@ -119,9 +119,9 @@ def seeds_report(run_dirs: Sequence[Path]) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """The run, checkpoint and tokenizer that finetuning begins with."""
+    """Run, checkpoint and tokenizer from which finetuning starts."""
 
-    run: Path  # or a checkpoint of one, as it was named
+    run: Path  # or one of its checkpoints, as given
     checkpoint: Path
     step: int  # of the checkpoint
     config: Config
@@ -129,17 +129,17 @@ class Pretrained:
 
 
 def find_pretrained(run: Path, option: str = "RUN") -> Pretrained:
-    """Find the newest checkpoint of a run, or the one at `run`; or an encoder of transformers at hf:DIR.
-    `option`: which names it. Raises ConfigError."""
+    """Find the newest checkpoint of a run, the checkpoint at `run`, or a transformers encoder at hf:DIR.
+    `option`: the option that specifies it. Raises ConfigError."""
     if (directory := hf_directory(str(run))) is not None:
         return _find_hf(directory.resolve())
     if not run.exists():
-        hint = "name the directory of a run"
+        hint = "pass the directory of a run"
         raise ConfigError([Issue(option, "not_found", f"{run} does not exist", str(run), hint=hint)])
     checkpoint = record.newest_checkpoint_facts(run)
     if checkpoint is None:
-        hint = "name a run that has saved one"
-        raise ConfigError([Issue(option, "missing", f"{run} holds no checkpoint", str(run), hint=hint)])
+        hint = "choose a run that has saved one"
+        raise ConfigError([Issue(option, "missing", f"{run} contains no checkpoint", str(run), hint=hint)])
     path, facts = checkpoint
     tokenizer = record.tokenizer_of(path).resolve()
     return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer)
@@ -156,15 +156,15 @@ def _find_hf(directory: Path) -> Pretrained:
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:
-    """Return the names of settings a.b=value."""
+    """Return the setting names of overrides `a.b=value`."""
     return [item.partition("=")[0].strip() for item in overrides]
 
 
 def setting_issues(overrides: Sequence[str], derived: Sequence[str] = ()) -> list[Issue]:
-    """Return the given settings that follow from RUN and the task, `derived` among them."""
-    text = "follows from RUN and the task"
+    """Return issues for overrides of settings determined by RUN and the task, including `derived`."""
+    text = "determined by RUN and the task"
     return [
-        Issue(name, "conflict", text, other="RUN", hint="leave it out")
+        Issue(name, "conflict", text, other="RUN", hint="omit it")
         for name in setting_names(overrides)
         if name in (*DERIVED, *derived)
     ]
@@ -179,9 +179,9 @@ def configuration(
     *,
     recipe: str = RECIPE,
 ) -> Config:
-    """Resolve the model and length of the pretrained run, then the recipe, then the kind and labels of the
-    data at `path`, then the settings that were given. Without `path`: before any data is prepared.
-    `init_from`: a run or checkpoint; None = random weights. Raises ConfigError."""
+    """Resolve, in this order, the model and length of the pretrained run, the recipe, the kind and labels of
+    the data at `path` (None = no data prepared yet), and the overrides. `init_from`: a run or checkpoint;
+    None = random weights. Raises ConfigError."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
@@ -194,25 +194,25 @@ def configuration(
 
 
 def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str, Any]:
-    """Return the settings that follow from prepared examples; None: before any are prepared."""
+    """Return the settings determined by prepared examples (None = not yet prepared)."""
     task = {} if manifest is None else {name: getattr(manifest, name) for name in TASK}
     return {"data": {"path": str(path or "not-prepared")}, "finetune": task}
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:
-    """Prepare the examples, or find them in the cache; return the directory. `seed`: of what is drawn. Raises
+    """Prepare the examples or find them in the cache; return their directory. `seed` is for sampling. Raises
     ConfigError."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
-    arguments += ["--seed", str(seed), *source.options]  # they may name their own
+    arguments += ["--seed", str(seed), *source.options]  # options may include another seed
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """Set the micro batch for this device, where batch.micro_size is not given and the global batch divides.
+    """Set the micro batch for this device if batch.micro_size is not given and the global batch divides.
 
-    Examples are short, so a replica's share of a global batch fits a GPU. On a CPU it stays in parts of the
-    configuration's size where they divide it: sorted by length, each is padded to its own longest example
-    (benchmarks/RESULTS.md).
+    Examples are short, so a replica's whole share of the global batch fits on a GPU. On a CPU, the configured
+    size is kept if it divides the share: the micro batches are sorted by length, and each is padded only to
+    its own longest example (benchmarks/RESULTS.md).
     """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})
@@ -225,7 +225,7 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
 def load(
     run: Path, source: ExamplesSource, overrides: Sequence[str], *, nproc: str, random_weights: bool
 ) -> job.Job:
-    """Prepare the examples and return the job that `train` runs. Raises ConfigError."""
+    """Prepare the examples and return the job for `train`. Raises ConfigError."""
     if issues := setting_issues(overrides):
         raise ConfigError(issues)
     start = find_pretrained(run)

@@ -1,4 +1,4 @@
-"""`bert-dp eval glue`: finetune a pretrained run on GLUE's tasks with several seeds; score the dev sets."""
+"""`bert-dp eval glue`: finetune a pretrained run on GLUE tasks with several seeds; score the dev sets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROWS = ("settings.seeds",)
 
 
 class GluePlanFile(PlanFile):
-    """plan.json: the options that an evaluation was begun with."""
+    """plan.json: the options with which an evaluation was started."""
 
     kind: Literal["glue"] = "glue"
     settings: dict[str, Any]
@@ -49,7 +49,7 @@ class GluePlanFile(PlanFile):
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
-    """A task whose examples are prepared in `path`."""
+    """A task with examples prepared in `path`."""
 
     path: Path
     manifest: ExamplesManifest
@@ -60,19 +60,19 @@ class PreparedTask:
 
     @property
     def share(self) -> float:
-        """Tokens of an epoch, to which the time of a trial is proportional."""
+        """Tokens per epoch; the time of a trial is proportional to them."""
         return self.manifest.splits["train"].tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class GlueGrid:
-    """The tasks, options and start of an evaluation."""
+    """Tasks, options and start of an evaluation."""
 
     start: Pretrained
     overrides: tuple[str, ...]
     options: GlueOptions
-    weights: Path | None  # the checkpoint that trials start from; None = random weights
-    base: Config  # of every trial, without the data of its task
+    weights: Path | None  # checkpoint from which trials start; None = random weights
+    base: Config  # common to all trials, without the task's data
     precision: str
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
@@ -86,7 +86,7 @@ class GlueGrid:
 def evaluate(
     run: Path, overrides: Sequence[str], options: GlueOptions, data: Sequence[Path], how: VerbOptions
 ) -> int:
-    """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
+    """Run the evaluation and return the exit code. Raises ConfigError with all issues before any trial."""
     start = finetune.find_pretrained(run)
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
@@ -136,21 +136,21 @@ def evaluate(
 def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
-    """Return the options with every task named, and the reason for each task that has no files. `missing`:
-    each task of GLUE, in GLUE's order, with the train and dev files that are not there. Raises ConfigError.
+    """Return the options with an explicit list of tasks, and the reason for each omitted task. `missing`:
+    missing train and dev files of every GLUE task, in GLUE's order. Raises ConfigError.
     """
     tasks = options.tasks or [task for task, files in missing.items() if not files]
     issues = []
     for task in tasks:
         if task not in missing:
-            text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
+            text, hint = f"{task} is not a GLUE task", f"choose from {', '.join(missing)}"
             issues.append(Issue("--tasks", "unknown", text, task, hint=hint))
         elif missing[task]:
-            text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
+            text, hint = f"{task} needs {', '.join(missing[task])}", "add its folder or archive"
             issues.append(Issue("--tasks", "not_found", text, task, "--data", hint))
     if not tasks:
-        hint = "name a folder or archive with CoLA/train.tsv and so on"
-        issues.append(Issue("--data", "not_found", "no task of GLUE is there", hint=hint))
+        hint = "pass a folder or archive with CoLA/train.tsv etc."
+        issues.append(Issue("--data", "not_found", "no GLUE task was found", hint=hint))
     if issues:
         raise ConfigError(issues)
     left_out = {task: f"no {', '.join(files)} in --data" for task, files in missing.items() if files}
@@ -159,17 +159,17 @@ def choose_tasks(
 
 
 def setting_issues(overrides: Sequence[str]) -> list[Issue]:
-    """Return the given settings that an evaluation ignores."""
-    text = "an evaluation keeps no checkpoints and sends no records"
+    """Return issues for overrides without effect on an evaluation."""
+    text = "an evaluation saves no checkpoints and uses no external loggers"
     return [
-        Issue(name, "no_effect", text, hint="leave it out")
+        Issue(name, "no_effect", text, hint="omit it")
         for name in finetune.setting_names(overrides)
         if f"{name}.".startswith(("checkpoint.", "log.to."))
     ]
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
-    """Return the reasons that the tasks, which share their settings, cannot be trained."""
+    """Return the issues that prevent training; all tasks share their settings."""
     config = configure(grid, next(iter(grid.tasks.values())))
     issues = job.input_issues(config)
     try:
@@ -187,7 +187,7 @@ def configure(grid: GlueGrid, task: PreparedTask) -> Config:
 
 
 def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Trial:
-    """Return one finetuning run."""
+    """Return the trial of one task and seed."""
     config = configure(grid, task)
     config = config.model_copy(
         update={
@@ -209,13 +209,13 @@ def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
     sizes = f"{count_of(options.seeds, 'seed')}, {count_of(options.ranks, 'rank')} each"
     log(f"{', '.join(options.tasks)} x {sizes}")
     for task, reason in grid.left_out.items():
-        log(f"left out: {task}: {reason}")
+        log(f"omitted: {task}: {reason}")
     if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
-        log(f"subsets of GLUE's rows, no GLUE score: {', '.join(subsets)}")
+        log(f"subsets of GLUE's rows, not GLUE scores: {', '.join(subsets)}")
 
 
 def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
-    """Run all trials and write glue.json, after a signal with the results so far. Return it and the exit
+    """Run all trials and write glue.json, after a signal with the results so far; return it and the exit
     code."""
     out = output.path
     data = {name: task.manifest.hash for name, task in grid.tasks.items()}
@@ -231,15 +231,15 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
         outcome = trials.run_to_end(lambda: finetune_all(grid, runner, log, ended), out, log)
     tasks = [glue_scores.score_task(task.manifest, ended[name]) for name, task in grid.tasks.items()]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
-        outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
+        outcome = SearchOutcome("failed", "every trial failed; see the logs in trials", 1)
     file = result_file(grid, tasks, outcome, facts)
     results.write(out / FILE, file)
     return file, outcome.exit_code
 
 
 def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, list[GlueTrial]]) -> None:
-    """Run each task with each seed, and add its result to `ended`. Raises Stopped."""
-    # the longest first, so that the devices finish together
+    """Run each task with each seed, adding the results to `ended`. Raises Stopped."""
+    # longest first, so that the devices finish together
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in grid.seeds for task in tasks]
     progress = trials.Progress([task.share for _, task in planned], log, len(runner.slots))

@@ -1,4 +1,4 @@
-"""Scores of `eval glue`: the models of glue.json, medians over the seeds, the average, the pages."""
+"""Scores of `eval glue`: models of glue.json, medians over seeds, the average, reports."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -37,14 +37,14 @@ from launcher.results import Measurement
 from launcher.run.trials import Trial, TrialOutcome, TrialStatus, cause, read_summary
 from launcher.stats import half_width
 
-AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
+AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # as in the recipe: without WNLI
 AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
 
 
 class GlueOptions(StoredModel):
     """Options of `eval glue`."""
 
-    tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
+    tasks: list[str] = []  # in GLUE's order; empty: all tasks with files
     seeds: int = 5
     init: Literal["checkpoint", "random"] = "checkpoint"
     ranks: int = 1  # per trial
@@ -68,22 +68,22 @@ class GlueTrial(StoredModel):
     status: TrialStatus
     seconds: float = 0.0
     cause: str | None = None
-    scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty for a failed trial
-    one_class: list[str] = []  # dev sets with the same answer for every example
+    scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty if failed
+    one_class: list[str] = []  # dev sets where all examples got the same answer
 
 
 class GlueScore(StoredModel):
-    """A metric of a dev set over the seeds."""
+    """A metric of a dev set over all seeds."""
 
     split: str
     metric: str
     seeds: list[float | None]  # in the order of the trials; null: the trial failed
     median: float | None
     sd: float | None  # standard deviation over the seeds; null for one seed
-    majority: float | None  # for a constant answer, the most frequent one of train; null: not defined
+    majority: float | None  # score of always answering train's most frequent label; null: undefined
     examples: int  # of the dev set
     truncated: int  # examples longer than the sequence length
-    in_train: int | None  # examples whose texts also stand in train
+    in_train: int | None  # examples with texts that also occur in train
 
     @property
     def name(self) -> str:
@@ -98,23 +98,23 @@ class GlueTask(StoredModel):
     data_hash: str
     trials: list[GlueTrial]
     scores: list[GlueScore]
-    median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
+    median_trial: str | None  # by the first score, lower median; null: all failed
 
 
 class Glue(Measurement):
     """glue.json."""
 
-    hint: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
+    hint: ClassVar[str] = "rerun the same `bert-dp eval glue` command with the same --out to rewrite it"
     schema_version: Literal[1] = 1
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
     start: GlueStart
     lr: float
-    heldout_loss: float | None  # nats, of `start`; null: random weights, or a step without an evaluation
+    heldout_loss: float | None  # nats, of `start`; null: random weights, or step not evaluated
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task -> reason
     average: float | None  # mean of the medians of AVERAGED
-    not_averaged: list[str]  # tasks of AVERAGED that are missing, a subset, or lack the score of a seed
+    not_averaged: list[str]  # tasks of AVERAGED that are missing, subsets, or lack a seed's score
 
 
 def describe_start(start: Pretrained) -> GlueStart:
@@ -126,12 +126,12 @@ def describe_start(start: Pretrained) -> GlueStart:
 
 
 def dev_splits(manifest: ExamplesManifest) -> list[str]:
-    """Return the splits that are scored. A test file may have labels too and is not."""
+    """Return the splits to score: the dev sets, never test, even if it has labels."""
     return [name for name in manifest.splits if name.startswith("dev")]
 
 
 def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
-    """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
+    """Read the scores of a finished trial. It counts as failed if a score of a dev set is missing."""
     lr, seed, seconds = peak_lr(trial.config).value, trial.config.run.seed, round(outcome.seconds, 3)
     result = GlueTrial(trial=trial.name, lr=lr, seed=seed, status=outcome.status, seconds=seconds)
     if outcome.status != "ok":
@@ -142,16 +142,16 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
     names = [f"{split}/{metric}" for split in splits for metric in manifest.metrics]
     scores = {name: score for name in names if (score := known.get(name)) is not None}
     if missing := ", ".join(name for name in names if name not in scores):
-        # the summary has null for a metric that is not defined, and no entry if a logit is not finite
+        # the summary has null for an undefined metric, and no entry if a logit is not finite
         undefined = all(name in known for name in names)
-        reason = "not defined, as for constant answers" if undefined else "a logit is not finite"
+        reason = "undefined, as for constant answers" if undefined else "a logit is not finite"
         return result.model_copy(update={"status": "failed", "cause": f"no {missing}: {reason}"})
     one_class = [split for split in heldout.one_class if split in splits]
     return result.model_copy(update={"scores": scores, "one_class": one_class})
 
 
 def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
-    """Compute the median and the standard deviation of each score of a task over its seeds."""
+    """Compute the median and standard deviation of a task's scores over the seeds."""
     trials, scores = sorted(trials, key=lambda trial: trial.seed), []
     for split, metric in itertools.product(dev_splits(manifest), manifest.metrics):
         seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
@@ -182,7 +182,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of the nine medians, or None and the tasks that lack a complete score."""
+    """Return the mean of the nine medians, or None, and the tasks without a complete score."""
     medians: list[float] = []
     lacking = []
     for name in AVERAGED:
@@ -204,18 +204,18 @@ SCORES = (
     Quantity("examples", "dev examples", "count"),
     Quantity("truncated", "truncated", "count"),
     Quantity("in_train", "also in train", "count"),
-    Quantity(lambda score: ", ".join(map(format_points, score["seeds"])), "every seed", "word"),
+    Quantity(lambda score: ", ".join(map(format_points, score["seeds"])), "all seeds", "word"),
     Quantity("remark", "remark", "word"),
 )
-SAME_DATA = "compare evaluations with the same files, tokenizer and length"
+SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
-    "Out of 100: median over the seeds and standard deviation of a seed. A difference is the mean over the "
-    "seeds that both have, with its 95 % interval by Student's t, for these two pretraining runs alone."
+    "Out of 100: median and standard deviation over the seeds. A difference is the mean over the seeds "
+    "common to both, with its 95 % interval by Student's t, and holds only for these two pretraining runs."
 )
 
 
 def glue_report(glue: Glue) -> Report:
-    """Build the page of one evaluation."""
+    """Build the report of one evaluation."""
     seeds, method = count_of(glue.settings.seeds, "seed"), describe_method(glue)
     left_out = [words(task, reason) for task, reason in glue.left_out.items()]
     rows = [
@@ -229,14 +229,14 @@ def glue_report(glue: Glue) -> Report:
         subtitle(glue, [method, f"rate {format_lr(glue.lr)}", seeds]),
         [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
-            ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over the seeds."]),
-            ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
+            ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over seeds."]),
+            ReportSection("Omitted", tables=[Table(left_out)], console=bool(left_out)),
         ],
     )
 
 
 def describe_method(glue: Glue) -> str:
-    """Return the head, the pooling and the start of the trials."""
+    """Describe the head, pooling and start of the trials."""
     loss = "" if glue.heldout_loss is None else f" (held-out loss {format_nats(glue.heldout_loss)})"
     is_random = glue.settings.init == "random"
     start = "random weights" if is_random else f"step {format_count(glue.start.step)}{loss}"
@@ -251,7 +251,7 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
-    """Return what limits the meaning of a score."""
+    """Return the limitations of a score."""
     failed = sum(seed is None for seed in score.seeds)
     constant = sum(score.split in trial.one_class for trial in task.trials)
     parts = [
@@ -272,26 +272,26 @@ def _verdicts(glue: Glue) -> list[Verdict]:
         verdicts.append(Verdict("info", text))
     trials = [trial for task in glue.tasks for trial in task.trials]
     if failed := [f"{t.trial}: {t.status}: {t.cause}" for t in trials if t.status != "ok"]:
-        text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; medians are of the others."
+        text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; medians are over the others."
         verdicts.append(Verdict("fail", text, failed))
     return verdicts
 
 
 def compare_report(folders: Sequence[Path]) -> Report:
-    """Build the page that compares evaluations with the first one. Raises ConfigError if they share no task
-    or have other data."""
+    """Build the report that compares evaluations with the first one. Raises ConfigError if they have no
+    common task or different data."""
     evaluations = [results.read(folder / FILE, Glue) for folder in folders]
     by_name = [{task.task: task for task in glue.tasks} for glue in evaluations]
     shared = [name for name in by_name[0] if all(name in tasks for tasks in by_name)]
     first = str(folders[0])
     issues = [
-        Issue(str(folder), "conflict", f"has other data of {name} than {first}", name, first, SAME_DATA)
+        Issue(str(folder), "conflict", f"has different data for {name} than {first}", name, first, SAME_DATA)
         for folder, tasks in zip(folders, by_name, strict=True)
         for name in shared
         if tasks[name].data_hash != by_name[0][name].data_hash
     ]
     if not shared:
-        issues = [Issue(str(folders[1]), "conflict", f"shares no task with {first}", other=first)]
+        issues = [Issue(str(folders[1]), "conflict", f"has no task in common with {first}", other=first)]
     if issues:
         raise ConfigError(issues)
     names = [folder.resolve().name for folder in folders]
@@ -322,7 +322,7 @@ def _median(task: GlueTask, name: str) -> TableCell:
 
 
 def _difference(one: GlueTask, other: GlueTask, name: str) -> TableCell:
-    """Return the mean score of `other` less that of `one` over the seeds that have one in both."""
+    """Return the mean score of `other` minus that of `one` over their common seeds."""
     before, after = (
         {t.seed: t.scores[name] for t in task.trials if name in t.scores} for task in (one, other)
     )

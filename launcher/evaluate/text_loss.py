@@ -1,4 +1,4 @@
-"""`bert-dp eval mlm`: measure the held-out loss of a run on any text, and show it."""
+"""`bert-dp eval mlm`: measure and report the held-out loss of a run on any text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Settings that arguments of `eval mlm` give."""
+"""Settings given by arguments of `eval mlm`."""
 
 
 def is_run(path: str) -> bool:
-    """Return True for a run directory or a checkpoint of one."""
+    """Return True for a run directory or a checkpoint."""
     return any((Path(path).expanduser() / name).exists() for name in ("checkpoints", "model.safetensors"))
 
 
@@ -44,8 +44,8 @@ def evaluate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Measure a run, and those that lead `texts`, on the others of `texts`; show the losses and return the
-    exit code.
+    """Measure `run`, and the runs at the start of `texts`, on the remaining `texts`; show the losses and
+    return the exit code.
 
     `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raises ConfigError and RunFailed.
     """
@@ -57,10 +57,10 @@ def evaluate(
     runs = [str(run), *itertools.takewhile(is_run, texts)]
     texts = texts[len(runs) - 1 :]
     if late := [text for text in texts if is_run(text)]:
-        message, hint = f"{late[0]} is a run", "name every run before the first text"
+        message, hint = f"{late[0]} is a run", "put all runs before the first text"
         raise ConfigError([Issue("TEXT", "wrong_type", message, late[0], "RUN", hint)])
     if not texts:
-        raise ConfigError([Issue("TEXT", "missing", "no text is named after the runs")])
+        raise ConfigError([Issue("TEXT", "missing", "no text is given after the runs")])
     settings["data"]["sources"] = list(texts)
     use_all_cores()
     with issues_by_option(OPTIONS), shown_progress() as tell:
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def comparison(losses: Sequence[TextLoss]) -> Report:
-    """Build the table of several runs on one text, the fewest bits per byte first."""
+    """Report several runs on one text, fewest bits per byte first."""
     from bert_dp.evaluation.text_loss import difference
 
     def bits(loss: TextLoss) -> float:
@@ -98,25 +98,25 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
             format_count(loss.step),
         ]
         rows.append(TableRow(loss.run, [TableCell(text) for text in cells]))
-    heads = ["pseudo-bits per byte", "difference to the first", "nats per token", "vocabulary", "step"]
+    heads = ["pseudo-bits per byte", "difference from the first", "nats per token", "vocabulary", "step"]
     basis = f"{count_of(best.hidden.words, 'hidden word')} of {count_of(best.documents, 'document')}"
     notes = [
-        f"The same {basis} for every run; \u00b1: half of a 95 % interval over documents, of a difference in "
-        "pairs. Nats per token compare within one vocabulary alone."
+        f"The same {basis} for every run; \u00b1: half of a 95 % interval over documents, paired for "
+        "differences. Nats per token are only comparable within one vocabulary."
     ]
     section = ReportSection("", tables=[Table(rows, [*map(Column, heads)], corner="run")], notes=notes)
     return Report("bert-dp: masked language models on text", sections=[section])
 
 
 def text_report(loss: TextLoss) -> Report:
-    """Build the table of the losses, each with its denominator."""
+    """Report the losses, each with its denominator."""
     predicted, hidden = loss.predicted, loss.hidden
     share = f"of {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all"
     facts = [
         words(
             "loss per token, nats",
             _with_interval(predicted.loss, predicted.loss_se, predicted.documents),
-            f"{share}; {format_percent(predicted.accuracy)} guessed",
+            f"{share}; {format_percent(predicted.accuracy)} correct",
         ),
         words(
             "pseudo-bits per byte",
@@ -138,15 +138,15 @@ def text_report(loss: TextLoss) -> Report:
             f"{loss.precision} on {loss.device}",
         ),
     ]
-    # a text that the tokenizer drops costs it no bit
-    notes = ["\u00b1: half of a 95 % interval over documents, each drawn as a whole; none of one document."]
+    # text dropped by the tokenizer costs no bits
+    notes = ["\u00b1: half of a 95 % interval over documents, sampled as a whole; none for one document."]
     if hidden.words_without_token or hidden.unknown_tokens:
         notes.append(
             f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "
-            f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text holds."
+            f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text contains."
         )
     if loss.documents_without_tokens:
-        notes.append(f"No token is left of {format_count(loss.documents_without_tokens)} of the documents.")
+        notes.append(f"{format_count(loss.documents_without_tokens)} of the documents have no tokens left.")
     section = ReportSection("", tables=[Table(facts)], notes=notes)
     return Report("bert-dp: masked language model on text", sections=[section])
 

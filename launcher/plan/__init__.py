@@ -1,1 +1,1 @@
-"""Plan budgets, sizes and scaling before anything is bought or started."""
+"""Plan budgets, model sizes and scaling before renting hardware or starting a run."""

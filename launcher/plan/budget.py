@@ -1,4 +1,4 @@
-"""Plan what hours, dollars or energy buy: a model, its tokens and its loss, with intervals and origins."""
+"""Plan a budget of hours, dollars or energy: model, tokens and loss, with intervals and origins."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -43,17 +43,17 @@ Unit = Literal["hours", "dollars", "kwh"]
 Origin = Literal["published", "stated"]  # of a cost
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
-OLD_DAYS = 180  # from which the age of a price is said
+OLD_DAYS = 180  # older prices cause a warning
 WIDE, DEEP = 64, 48  # width / layers of the two shapes; BERT-base and the crammed BERT have 64 and 48
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
 MAX_EPOCHS = 4  # repeats of the data that are worth nearly as much as new text (arXiv 2305.16264)
-MLM_MIN_FLOPS = 2.2e15  # below it the loss of masked LMs leaves its power law (arXiv 2305.17266)
-MAX_EXTRAPOLATION = 100.0  # of the largest budget that was fitted
+MLM_MIN_FLOPS = 2.2e15  # below it, masked LMs leave their power law (arXiv 2305.17266)
+MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
 
-# published answers: the best parameters of a budget in FLOPs, and their source
+# published answers: best number of parameters for a budget in FLOPs, and the source
 PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
-    "20 tokens a parameter": (lambda c: math.sqrt(c / 120), "autoregressive LMs, arXiv 2203.15556"),
+    "20 tokens per parameter": (lambda c: math.sqrt(c / 120), "autoregressive LMs, arXiv 2203.15556"),
     "200 tokens": (
         lambda c: math.sqrt(c / 1200),
         "Dervishi et al., EMNLP 2025: 10 x the autoregressive ratio",
@@ -61,21 +61,21 @@ PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
     "2000 tokens": (lambda c: math.sqrt(c / 12000), "Dervishi et al.: 100 x the autoregressive ratio"),
     "N ~ C^0.75": (
         lambda c: 1.16e9 * (c / 1e21) ** 0.749,
-        "protein masked LMs, Cheng et al., NeurIPS 2024; arXiv 2406.07249 has C^0.27",
+        "protein masked LMs, Cheng et al., NeurIPS 2024; arXiv 2406.07249 reports C^0.27",
     ),
 }
 DISAGREE = (
-    "published answers for masked LMs differ by more than ten times, and none is chosen: fit your own runs "
-    "(plan fit), or give --tokens-per-parameter"
+    "published answers for masked LMs differ by more than a factor of ten, so none is chosen: fit your own "
+    "runs (plan fit), or pass --tokens-per-parameter"
 )
 MANY_EPOCHS = (
-    "{:.1f} epochs: beyond {} repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
-    "overfit it"
+    "{:.1f} epochs: beyond {}, repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
+    "overfit to it"
 )
 
 
 class PlannedModel(StoredModel):
-    """A model for the budget: a shape near the best size, half or twice of it, or a published answer."""
+    """A model for the budget: near the best size, at half or twice that size, or a published answer."""
 
     name: str
     hidden_size: int
@@ -99,7 +99,7 @@ class BudgetPlan(StoredFile):
     hours: float
     figures: dict[str, PlannedFigure]
     models: list[PlannedModel]
-    is_chosen: bool  # the first of the models is the answer; false: they are published answers that disagree
+    is_chosen: bool  # true: the first model is the answer; false: the published answers disagree
     warnings: list[str] = []
 
 
@@ -115,7 +115,7 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Costs of an hour of one device; None = not known."""
+    """Hourly costs of one device; None = unknown."""
 
     gpus: int
     price: float | None = None  # dollars
@@ -127,8 +127,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Return the hours, dollars, kWh and kg of CO2 of an hour of all devices; None where a factor is not
-        known."""
+        """Hours, dollars, kWh and kg of CO2 per hour of all devices; None if a factor is unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -139,16 +138,16 @@ class Costs:
         }
 
     def hours(self, unit: str, amount: float) -> float:
-        """Convert a budget into hours. Raises ConfigError where the price or the power is missing."""
+        """Convert a budget into hours. Raises ConfigError if the price or the power is missing."""
         per_hour = self.per_hour[unit]
         if per_hour is None:
             option = "--price" if unit == "dollars" else "--watts"
-            message = f"a budget in {unit} needs it, and none is known for this device"
+            message = f"required for a budget in {unit}; no value is known for this device"
             raise ConfigError([Issue(option, "missing", message, None, f"--{unit}")])
         return amount / per_hour
 
     def figures(self, hours: float) -> dict[str, PlannedFigure]:
-        """Return hours, dollars, kWh and CO2; null where a factor is not known."""
+        """Return hours, dollars, kWh and CO2; null if a factor is unknown."""
         found = {}
         for name, rate in self.per_hour.items():
             origin, note = self.notes.get(name, ("stated", ""))
@@ -180,7 +179,7 @@ class BudgetOptions:
     g_per_kwh: float | None = None
 
     def budget(self) -> tuple[Unit, float]:
-        """Return the unit and the amount. Raises ConfigError for none or several."""
+        """Return the unit and amount of the budget. Raises ConfigError if none or several are given."""
         amounts: dict[Unit, float | None] = {"hours": self.hours, "dollars": self.dollars, "kwh": self.kwh}
         given = [(unit, amount) for unit, amount in amounts.items() if amount is not None]
         if len(given) != 1:
@@ -189,42 +188,40 @@ class BudgetOptions:
         return given[0]
 
     def issues(self, frontier: Frontier | None) -> list[Issue]:
-        """Find what is unknown, missing or contradicts another option."""
+        """Find unknown, missing and conflicting options."""
         gpus, missing = hardware()["gpus"], self.gpu is None and self.from_ is None
         issues = [
             *unknown_issues("--gpu", self.gpu, gpus),
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "not given, and no frontier has measured the speed of three sizes"
+            message = "not given, and no frontier has measured speeds of three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
-            message = f"{self.gpu} does not multiply {self.precision}"
+            message = f"{self.gpu} does not support {self.precision}"
             issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
         if self.from_ is not None and not self.keep_model:
-            message, hint = "measured one model, and other sizes would be planned", "add --keep-model"
+            message, hint = "measured only one model, but other sizes would be planned", "add --keep-model"
             issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
         if self.from_ is not None and self.gpu is not None:
-            message, hint = "--from has measured the speed", "give --price and --watts of its device"
+            message, hint = "--from already measured the speed", "pass --price and --watts of its device"
             issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
         if frontier is None:
             return issues
         if self.tokens_per_parameter is not None:
-            message = "the frontier decides the ratio"
+            message = "the frontier determines the ratio"
             issues.append(Issue("--tokens-per-parameter", "conflict", message, None, "--frontier"))
         if frontier.contradicts:
-            message = "its law does not describe its runs; see `bert-dp plan fit`"
+            message = "its fitted scaling law does not match its own runs; see `bert-dp plan fit`"
             issues.append(Issue("--frontier", "unsupported", message, str(self.frontier)))
         if missing and frontier.world_size not in (None, self.gpus):
-            message = (
-                f"the runs of the frontier had {frontier.world_size} devices; no other number was measured"
-            )
+            message = f"the frontier's runs used {frontier.world_size} devices; no other number was measured"
             issues.append(Issue("--nproc", "conflict", message, self.gpus, "--frontier"))
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return the speed of a configuration: as a record or the frontier's runs measured it, or by the
-        GPU's roofline. Raises ConfigError for a record of something else."""
+        """Return a function for the speed of a configuration: measured by --from or the frontier's runs, or
+        the GPU's roofline. Raises ConfigError if --from measured something else."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -237,7 +234,7 @@ class BudgetOptions:
         return lambda config: gpu_speed.measured_rate(size_of(config), rates, source)
 
     def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
-        """Return the costs with the origin of each factor, and warnings about old ones."""
+        """Return the costs with the origin of each factor, and warnings about outdated ones."""
         warnings: list[str] = []
         values = {"dollars": self.price, "kwh": self.watts, "co2_kg": self.g_per_kwh}
         notes: dict[str, tuple[Origin, str]] = {
@@ -253,7 +250,7 @@ class BudgetOptions:
                 warnings.append(f"{key}: {listed.value:g} {listed.unit} is {days} days old ({listed.source})")
         if values["kwh"] is None and self.gpu is not None:
             watts = values["kwh"] = float(hardware()["gpus"][self.gpu]["watts"])
-            notes["kwh"] = "published", f"{watts:g} W, the board's greatest; give --watts"
+            notes["kwh"] = "published", f"{watts:g} W, the maximum board power; override with --watts"
         return Costs(self.gpus, values["dollars"], values["kwh"], self.pue, values["co2_kg"], notes), warnings
 
 
@@ -276,35 +273,35 @@ def plan_budget(
     plan.warnings.extend(warnings)
     if plan.is_chosen:
         config = _configuration(options, base, plan, costs)
-        batch_layout(config, options.gpus)  # raises where the batch does not divide
+        batch_layout(config, options.gpus)  # raises if the batch does not divide
         files.write_text(out, dump_config(config))
     if page is not None:
         prices = {name: found.value for name, found in sourced_values(PRICES).items()}
         data = planner_page.planner_data(family(base), frontier, prices, costs.pue, costs.grams_per_kwh)
         sizes = options.frontier or "a ratio of your choice"
-        origin = f"model and batch of {options.config}; sizes by {sizes}"
+        origin = f"model and batch of {options.config}; sizes from {sizes}"
         state = unit, amount, options.gpu, options.gpus, costs.price
         files.write_text(page, planner_page.planner_html(data, origin, plan.warnings, *state))
     return plan, out if plan.is_chosen else None
 
 
 def folder_issues(option: str, path: Path) -> list[Issue]:
-    """Find whether there is a folder to write a file in."""
+    """Check that the folder of an output file exists."""
     if path.absolute().parent.is_dir():
         return []
     message = f"the folder {path.parent} does not exist"
-    return [Issue(option, "not_found", message, str(path), hint="create it, or name another file")]
+    return [Issue(option, "not_found", message, str(path), hint="create it, or choose another path")]
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
-    """Read a file of values with their sources. Raises ConfigError for one without date or source."""
+    """Read a file of sourced values. Raises ConfigError for a value without date or source."""
     rows = dict(read_yaml(path)).items()
     return {str(name): results.parse(row, SourcedValue, f"{path}: {name}") for name, row in rows}
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size with its budget, learning rate, micro batch and prediction,
-    and add the two to the plan's figures."""
+    """Return the configuration of the chosen size with budget, learning rate, micro batch and prediction.
+    Adds learning rate and micro batch to the plan's figures."""
     shape = plan.models[0].model_dump(include=SHAPE)
     config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
@@ -312,8 +309,8 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
     size = PlannedFigure(value=micro, origin="stated", note="as configured")
     if (gpu := options.gpu) is not None:
         micro = gpu_speed.micro_batch_that_fits(config, options.precision, gpu, options.gpus) or micro
-        size = PlannedFigure(value=micro, origin="fitted", note="that fits 90 % of memory")
-    rule = "rate of the configuration x its width / this width"
+        size = PlannedFigure(value=micro, origin="fitted", note="largest that fits in 90 % of memory")
+    rule = "configured rate x configured width / this width"
     plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
     plan.figures["micro batch"] = size
     loss = plan.models[0].loss or PlannedFigure(value=None, origin="fitted", note="no frontier")
@@ -348,10 +345,10 @@ def make_plan(
     tokens_per_parameter: float | None = None,
     keep_model: bool = False,
 ) -> BudgetPlan:
-    """Plan a budget. `rate_of`: tokens/s of a configuration, which raises ConfigError where it does not fit.
+    """Plan a budget. `rate_of`: tokens/s of a configuration; raises ConfigError if it does not fit.
 
-    Without a law, a ratio and keep_model it returns the published answers. Raises ConfigError for a budget
-    below what any size needs, or above what the largest size can use.
+    Without a law, a ratio or keep_model, the plan contains the published answers. Raises ConfigError for a
+    budget below the need of every size, or above what the largest size can use.
     """
     hours, fitted = costs.hours(unit, amount), None if keep_model else fit
     configs = [base] if keep_model else family(base)
@@ -385,8 +382,8 @@ def make_plan(
     for name, size in wanted.items():
         shapes = family(base, WIDE) if name == "wide" else configs
         config = shapes[nearest([size_of(each) for each in shapes], size)]
-        with contextlib.suppress(ConfigError):  # it does not fit the device, as a size between others may not
-            # deep and wide are one shape where there are two layers
+        with contextlib.suppress(ConfigError):  # an intermediate size may not fit the device
+            # deep and wide are the same shape at two layers
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
         warnings.append(small(flops))
@@ -413,7 +410,7 @@ def make_plan(
 
 
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
-    """Return the base with models of its kind by ascending width, with width / layers near `aspect`."""
+    """Return copies of `base` with models of ascending width and width / layers near `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
 
     family = []
@@ -434,17 +431,17 @@ def size_of(config: Config) -> int:
 
 
 def nearest(sizes: Sequence[float], target: float) -> int:
-    """Return the index of the size that is nearest in logarithms."""
+    """Return the index of the size closest to `target` on a log scale."""
     return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i] / target)))
 
 
 def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: float) -> float:
-    """Return the size whose best training takes `hours`.
+    """Return the size whose optimal training takes `hours`.
 
-    sizes: ascending; hours_of: hours of the best training of each, linear in the logarithms between them.
-    They are U-shaped: below a tipping size a smaller model uses the device less well and takes longer. The
-    solution is on the branch above it. Raises ValueError with the least hours where `hours` is below them,
-    or with those of the last size where it is above them.
+    sizes: ascending; hours_of: hours of the optimal training of each, interpolated in log-log space. The
+    curve is U-shaped: below a tipping size, a smaller model uses the device less well and takes longer. The
+    solution is on the branch above it. Raises ValueError with the least hours if `hours` is below them, or
+    with the hours of the last size if above.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -464,8 +461,8 @@ def _solve(
     unit: Unit,
     costs: Costs,
 ) -> float:
-    """Return the parameters whose best training takes `hours` on these devices: by the law of `fit`, or with
-    `ratio` tokens a parameter."""
+    """Return the number of parameters whose optimal training takes `hours` on these devices, by the law of
+    `fit` or at `ratio` tokens per parameter."""
     hours_of = []
     for size, rate in zip(sizes, rates, strict=True):
         tokens = (ratio or 0.0) * size if fit is None else fit.law.best_budget(size) / (6 * size)
@@ -475,19 +472,19 @@ def _solve(
     except ValueError as error:
         bound = float(error.args[0])
         word = "least" if bound > hours else "most"
-        message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for this budget"
-        hint = f"give at {word} {bound * (costs.per_hour[unit] or math.nan):.3g} {unit}"
+        message = f"no size from {sizes[0]:,} to {sizes[-1]:,} parameters is optimal for this budget"
+        hint = f"pass at {word} {bound * (costs.per_hour[unit] or math.nan):.3g} {unit}"
         raise ConfigError([Issue(f"--{unit}", "out_of_range", message, hours, hint=hint)]) from None
 
 
 def small(flops: float) -> str:
-    """Warn of compute below MLM_MIN_FLOPS."""
+    """Return the warning about compute below MLM_MIN_FLOPS."""
     least = format_si(MLM_MIN_FLOPS, "FLOP")
-    return f"{format_si(flops, 'FLOP')}: below {least} masked LMs leave their power law (arXiv 2305.17266)"
+    return f"{format_si(flops, 'FLOP')}: below {least}, masked LMs leave their power law (arXiv 2305.17266)"
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return the size of each published answer: the one that is nearest to the best of its own compute."""
+    """Return a size per published answer: the closest to the answer's best size for its own compute."""
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():
@@ -513,7 +510,7 @@ def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Fro
 
 
 def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
-    """Return a figure that is in proportion to the speed."""
+    """Return a figure proportional to the speed."""
     ends = [value / rate.factor, value * rate.factor]
     return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 
@@ -521,7 +518,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Return a value of the law with its interval, widened by `more` at each end, and then `shown` of it."""
+    """Return a value of the law and its interval, `more` added in quadrature, both mapped by `shown`."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
     ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} own runs"
@@ -529,7 +526,7 @@ def _fitted(
 
 
 def _fitted_loss(fit: Frontier, value: Callable[[LossLaw], float], flops: float, rate: Rate) -> PlannedFigure:
-    """Return a loss, its interval widened by what the interval of the speed moves it."""
+    """Return a loss and its interval, widened by the effect of the speed's uncertainty."""
     return _fitted(fit, value, abs(fit.law.best_loss(flops / rate.factor) - fit.law.best_loss(flops)))
 
 
@@ -538,7 +535,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
     beyond = flops / fit.budgets[-1]
     if beyond > MAX_EXTRAPOLATION:
         warnings.append(
-            f"{beyond:.0f} x the largest budget that was fitted: beyond {MAX_EXTRAPOLATION:g} x is a guess"
+            f"{beyond:.0f} x the largest fitted budget: beyond {MAX_EXTRAPOLATION:g} x, the plan is a guess"
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
@@ -550,7 +547,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
-    """Return the figures and the models, or the published answers."""
+    """Return a report with the figures and the models, or the published answers."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()
@@ -564,11 +561,11 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
         Quantity("note", "" if plan.is_chosen else "source", "word"),
     ]
     models = [(model.name, model) for model in plan.models]
-    hint = "Give --frontier FILE, --tokens-per-parameter N or --keep-model to choose a size."
+    hint = "Pass --frontier FILE, --tokens-per-parameter N or --keep-model to choose a size."
     not_written = (
         [] if written else [Verdict("info", "No size was chosen, so no configuration was written.", [hint])]
     )
-    title = "What the budget buys" if plan.is_chosen else "Published answers, none of which is chosen"
+    title = "What the budget buys" if plan.is_chosen else "Published answers, none of them chosen"
     return Report(
         "bert-dp: plan of a budget",
         verdicts=[*(Verdict("warn", text) for text in plan.warnings), *not_written],

@@ -1,4 +1,4 @@
-"""`train --dry-run --gpu`: what a run would be on GPUs that are not there."""
+"""`train --dry-run --gpu`: predict a run on GPUs absent from this machine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PRECISIONS = ("bf16", "fp16", "fp32")  # in the order in which `precision: auto`
 
 
 def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
-    """Return the job on `nproc` GPUs of hardware.yaml, on one for auto. Raises ConfigError for an unknown GPU
-    and a precision that it does not multiply."""
+    """Return the job as if on `nproc` GPUs from hardware.yaml (auto: one). Raises ConfigError for an unknown
+    GPU or an unsupported precision."""
     if issues := unknown_issues("--gpu", gpu, hardware()["gpus"]):
         raise ConfigError(issues)
     device, config = hardware()["gpus"][gpu]["device"], job.config
     known = [name for name in PRECISIONS if peak_flops(device, name) is not None]
     precision = known[0] if config.precision == "auto" else config.precision
     if precision not in known:
-        message, hint = f"{gpu} does not multiply {precision}", f"use {known[0]}"
+        message, hint = f"{gpu} does not support {precision}", f"use {known[0]}"
         raise ConfigError([Issue("precision", "unsupported", message, precision, "--gpu", hint)])
     run = config.run.model_copy(update={"device": "cuda"})
     size = gpu_speed.memory_gib(gpu)
@@ -45,8 +45,8 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
 
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
-    """Predict the tokens/s of `ranks` of this machine's GPUs, with the factor of the 95 % interval; None
-    without GPUs, and where they or their rate in this precision are not known."""
+    """Predict tokens/s on `ranks` GPUs of this machine, and the factor of the 95 % interval. Returns None
+    without GPUs, or if the GPU or its peak in this precision is unknown."""
     config = job.config
     precision = "bf16" if config.precision == "auto" else config.precision
     nearest = [
@@ -63,8 +63,7 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
 
 
 def print_speed(job: Job, gpu: str, console: Console) -> None:
-    """Print the micro batch that fits, the speed, and the time or the tokens that follow for a job of
-    `on_gpus`."""
+    """Print the largest fitting micro batch, the speed, and the time or tokens of a job from `on_gpus`."""
     config, count = job.config, job.gpus
     link, precision = gpu_speed.link_of(gpu, count), config.precision
     row, factor = gpu_speed.predicted_step(config, gpu, count, precision, config.batch.micro_size)
@@ -79,10 +78,10 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
     tokens_text = partial(format_si, unit="tokens")
     lines = [
         f"micro   {fits or 'none'} is the largest that divides {divided} and fits 90 % of {gpu} (estimate)",
-        f"speed   {between(row.tokens_per_s, tokens_text)} a second on {of}, "
-        f"{format_step_time(row.step_time_s)} a step (roofline fitted to published rows)",
+        f"speed   {between(row.tokens_per_s, tokens_text)} per second on {of}, "
+        f"{format_step_time(row.step_time_s)} per step (roofline fitted to published rows)",
     ]
-    # of a budget in steps the batch ramp is not taken off
+    # for a budget in steps, the batch ramp is ignored
     steps, whole = expected_steps(config) or 0, config.batch.global_size * config.data.sequence_length
     if (unit := config.schedule.unit) in CLOCKED:
         run, watts = config.run, float(hardware()["gpus"][gpu]["watts"])

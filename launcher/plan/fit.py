@@ -1,4 +1,4 @@
-"""`bert-dp plan fit`: the loss law of completed runs or of a table, as frontier.json and a report."""
+"""`bert-dp plan fit`: fit the loss law to completed runs or a table; write frontier.json and a report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from launcher.report.formats import format_count, format_si
 from launcher.report.page import Report, ReportSection, Table, Verdict, words
 
 FILE = "frontier.json"
-SAME_BUDGET = 1.25  # runs whose compute differs by less belong to one budget
+SAME_BUDGET = 1.25  # runs whose compute differs by a smaller factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 SETTINGS = {
     "mask_rate": "objective.mask_rate",
@@ -31,15 +31,15 @@ SETTINGS = {
     "sequence_length": "data.sequence_length",
 }
 CONTRADICTS = (
-    "The law does not describe these runs: its best sizes are off by x {:.1f} from those of the runs of each "
-    "budget. Repeated data or unfinished runs do this."
+    "The law does not describe these runs: its best sizes are off by a factor of {:.1f} from the best runs "
+    "of each budget. Repeated data or unfinished runs can cause this."
 )
-OUTSIDE = "The best size of {} lies outside its runs: add smaller or larger models there."
+OUTSIDE = "The best size for {} lies outside the sizes that were run: add smaller or larger models there."
 OTHERS = "Another law fits nearly as well (sum of losses within 10 %): the optimum is not pinned down."
 
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
-    """Read completed pretraining runs of one corpus and one mask rate, and the facts that they share. Raises
+    """Read completed pretraining runs of one corpus and mask rate, and their common properties. Raises
     ConfigError."""
     issues: list[Issue] = []
     runs: list[CompletedRun] = []
@@ -60,12 +60,12 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
         for name, value in facts.items():
             first, of = common.setdefault(name, (value, str(directory)))
             if value != first:
-                message = f"{directory} has {value}, {of} {first}: their losses do not compare"
+                message = f"{directory} has {value}, but {of} has {first}: their losses are not comparable"
                 issues.append(Issue(SETTINGS[name], "conflict", message, value, of))
         objective = config.task or config.objective.name
         if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
-            message = f"{directory} is no finished pretraining run with a held-out loss ({summary.status})"
-            hint = "its learning rate has not decayed: run it to its end, or leave it out"
+            message = f"{directory} is not a complete pretraining run with a held-out loss ({summary.status})"
+            hint = "its learning rate has not fully decayed: complete the run, or leave it out"
             issues.append(Issue("RUNS", "unsupported", message, str(directory), hint=hint))
         elif (size := summary.parameters) and (tokens := summary.tokens):
             rest = size - config.model.vocab_size * config.model.hidden_size
@@ -78,7 +78,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
 
 
 def read_table(path: Path) -> list[CompletedRun]:
-    """Read a CSV with budget_flops, parameters, loss and, optionally, tokens. Raises ConfigError."""
+    """Read a CSV file with budget_flops, parameters, loss and optionally tokens. Raises ConfigError."""
     with refusing("--table", str(path)):
         text = read_regular(path, files.MAX_JSON_BYTES).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))
@@ -97,7 +97,7 @@ def read_table(path: Path) -> list[CompletedRun]:
 
 
 def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
-    """Give runs of nearly equal compute one budget, the geometric mean of theirs."""
+    """Assign runs of nearly equal compute to one budget, the geometric mean of their compute."""
     groups: list[list[CompletedRun]] = []
     for run in sorted(runs, key=lambda r: r.budget_flops):
         if not groups or run.budget_flops >= SAME_BUDGET * groups[-1][0].budget_flops:
@@ -111,7 +111,7 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
 
 
 def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) -> Frontier:
-    """Fit the law. `facts`: fields of Frontier that the runs share. Raises ConfigError for too few runs."""
+    """Fit the law. `facts`: Frontier fields common to all runs. Raises ConfigError for too few runs."""
     from launcher.plan import loss_fit
 
     rows = grouped(runs)
@@ -136,7 +136,7 @@ def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) 
 
 
 def fit_page(found: Frontier) -> Report:
-    """Return the law, its exponents and the runs by budget."""
+    """Return a report with the law, its exponents and the best run of each budget."""
     verdicts = []
     if found.contradicts:
         verdicts.append(Verdict("fail", CONTRADICTS.format(found.contradiction)))
@@ -154,12 +154,12 @@ def fit_page(found: Frontier) -> Report:
     law, interval = found.law, " to ".join(map(power, found.exponent_ci95 or ()))
     laws = [
         words("loss", f"{law.E:.3f} + {law.A:.3g} N^-{law.a:.3f} + {law.B:.3g} D^-{law.b:.3f} nats"),
-        words("best N grows as C to", power(found.exponent), f"95 %: {interval}"),
+        words("exponent of best N in C", power(found.exponent), f"95 %: {interval}"),
         words("without the embedding", power(found.exponent_without_embedding)),
         words(
-            "by parabolas",
+            "from parabolas",
             power(found.parabola_exponent),
-            "a cross-check, biased also without noise (arXiv 2603.22339)",
+            "a cross-check; biased even without noise (arXiv 2603.22339)",
         ),
     ]
     rows = []

@@ -1,4 +1,4 @@
-"""A law of the loss over model size and tokens, L(N, D) = E + A N^-a + B D^-b, and its file frontier.json.
+"""Power law of the loss in parameters and tokens, L(N, D) = E + A N^-a + B D^-b, and its file frontier.json.
 
 N: parameters, D: training tokens, L: held-out loss in nats (Hoffmann et al. 2022, arXiv 2203.15556, equation
 2). `loss_fit.py` fits it.
@@ -26,7 +26,7 @@ MAX_CONTRADICTION = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class CompletedRun:
-    """A run whose schedule ended: its compute in FLOPs, parameters, held-out loss in nats, and tokens."""
+    """A run that completed its schedule: compute in FLOPs, parameters, held-out loss in nats, tokens."""
 
     budget_flops: float
     parameters: float
@@ -50,7 +50,7 @@ class LossLaw:
 
     @property
     def exponent(self) -> float:
-        """Power of the budget by which the best number of parameters grows, b / (a + b)."""
+        """Exponent of the best number of parameters as a power of the budget, b / (a + b)."""
         return self.b / (self.a + self.b)
 
     def loss(self, parameters: float, tokens: float) -> float:
@@ -58,12 +58,12 @@ class LossLaw:
         return float(self.E + self.A * parameters**-self.a + self.B * tokens**-self.b)
 
     def best_parameters(self, budget_flops: float) -> float:
-        """Return the number of parameters with the least loss for a budget in FLOPs."""
+        """Return the number of parameters with the lowest loss for a budget in FLOPs."""
         ratio = math.pow(self.a * self.A / (self.b * self.B), 1 / (self.a + self.b))
         return ratio * math.pow(budget_flops / self.flops, self.exponent)
 
     def best_budget(self, parameters: float) -> float:
-        """Return the budget in FLOPs for which a number of parameters is the best."""
+        """Return the budget in FLOPs at which this number of parameters is optimal."""
         return math.pow(parameters / self.best_parameters(1.0), 1 / self.exponent)
 
     def best_loss(self, budget_flops: float) -> float:
@@ -73,24 +73,24 @@ class LossLaw:
 
 
 class Frontier(StoredFile):
-    """frontier.json: completed runs, their law, its resampled copies, and what the runs share."""
+    """frontier.json: completed runs, the law fitted to them, resampled fits, and common settings."""
 
-    model_config = ConfigDict(strict=False)  # a strict model takes no dataclass from JSON
-    hint: ClassVar[str] = "`bert-dp plan fit` writes it anew"
+    model_config = ConfigDict(strict=False)  # a strict model accepts no dataclass from JSON
+    hint: ClassVar[str] = "rewrite it with `bert-dp plan fit`"
     schema_version: Literal[1] = 1
     law: LossLaw
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
-    """Fits of runs resampled within their budgets, from six budgets on also of resampled budgets."""
-    left_out: list[LossLaw] = Field(min_length=2)  # fits without one budget each
+    """Fits of runs resampled within each budget; with six budgets or more, budgets are resampled too."""
+    left_out: list[LossLaw] = Field(min_length=2)  # one fit per omitted budget
     others: list[LossLaw] = []  # other minima that fit nearly as well
     exponent: float | None = None
     exponent_ci95: Interval | None = None
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Median factor between the law's best size and the parabola's, of the budgets that have both."""
-    outside: list[float] = []  # budgets whose minimum lies outside their runs
+    """Median factor between the law's best size and the parabola's, over the budgets with both."""
+    outside: list[float] = []  # budgets whose best size is not within the sizes that were run
     mask_rate: float | None = None
     sequence_length: int | None = None
     data_hash: str | None = None
@@ -104,16 +104,16 @@ class Frontier(StoredFile):
 
     @property
     def contradicts(self) -> bool:
-        """True if the law's best sizes are so far from those of the runs that it does not describe them."""
+        """True if the law's best sizes differ from the runs' by a median factor above MAX_CONTRADICTION."""
         return self.contradiction is not None and self.contradiction > MAX_CONTRADICTION
 
     @property
     def student(self) -> float:
-        """Quantile of Student's t, with budgets - 2 degrees of freedom, that widens the intervals."""
+        """Quantile of Student's t with budgets - 2 degrees of freedom, used for the intervals."""
         return student(max(1, len(self.budgets) - 2))
 
     def rates(self) -> dict[float, float]:
-        """Return measured tokens/s by parameters, of the runs that have them; the mean of equal sizes."""
+        """Return measured tokens/s by number of parameters, averaged over runs of the same size."""
         found: dict[float, list[float]] = {}
         for run in self.runs:
             if run.tokens_per_s:
@@ -123,8 +123,8 @@ class Frontier(StoredFile):
     def estimate(self, value: Callable[[LossLaw], float]) -> tuple[float, tuple[float, float]]:
         """Return `value` of the law and its 95 % interval.
 
-        Its variance is that of the resampled fits plus the jackknife's over budgets; Student's t with
-        budgets - 2 degrees of freedom widens it. `value` must be close to normal: take logarithms of sizes.
+        Adds the variance of the resampled fits and the jackknife variance over budgets; uses Student's t with
+        budgets - 2 degrees of freedom. `value` must be close to normal: use logarithms of sizes.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

@@ -1,10 +1,9 @@
-"""Estimate the speed of GPUs from their name, for a machine that was not measured, or read a measured one.
+"""Estimate the speed of a GPU from its name, or read a measured speed.
 
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
-The shares, the framework's memory traffic and its launch time are fitted to published rows of one GPU by
-benchmarks/gpu_speed.py and stand in hardware.yaml under `gpu_speed`, with the spread of rows whose source the
-fit had not seen.
+benchmarks/gpu_speed.py fits the shares, the framework's memory traffic and its launch time to published rows
+of one GPU. They are in hardware.yaml under `gpu_speed`, with the spread over rows from held-out sources.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from launcher.plan.scaling import ENGINES, estimated_profile
 from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
-FRAMEWORK = "compiled"  # class of torch.compile; the others are those of published rows
-PASSES, ATTENTION_PASSES = 60, 24  # numbers read and written per token and layer, of H and of heads x S
-MEMORY_SHARE = 0.9  # of a device's memory that a micro batch may fill
-MIN_SPREAD = 0.05  # half of the 95 % interval of a measured rate, in logarithms, at least
+FRAMEWORK = "compiled"  # class for torch.compile; the others occur in published rows
+PASSES, ATTENTION_PASSES = 60, 24  # values read and written per token and layer: x H, and x heads x S
+MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
+MIN_SPREAD = 0.05  # minimum half-width of a measured rate's 95 % interval, in logarithms
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # read and written per parameter by a fused step
 
 
@@ -36,7 +35,7 @@ class GpuStep(NamedTuple):
     """One micro batch of a model and one optimizer step on one GPU."""
 
     model: ModelConfig
-    length: int  # tokens of a sequence
+    length: int  # tokens per sequence
     mask_rate: float
     micro_batch: int  # sequences
     precision: str
@@ -46,15 +45,15 @@ class GpuStep(NamedTuple):
 
 
 def peak_of(gpu: str, precision: str) -> float | None:
-    """Return the peak of a GPU of hardware.yaml, FLOP/s; None where it is not known in this precision."""
+    """Return the peak FLOP/s of a GPU in hardware.yaml; None if unknown in this precision."""
     return peak_flops(hardware()["gpus"][gpu]["device"], precision)
 
 
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the micro batch and of the optimizer step. `constants`: other ones than those
-    of hardware.yaml."""
+    """Estimate the seconds of the micro batch and of the optimizer step. `constants` replaces `gpu_speed` of
+    hardware.yaml."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")
@@ -74,7 +73,7 @@ def estimate(
 
 
 class Rate(NamedTuple):
-    """Tokens/s of all devices together, and the factor of its 95 % interval."""
+    """Total tokens/s of all devices, and the factor of the 95 % interval."""
 
     tokens_per_s: float
     factor: float
@@ -83,8 +82,8 @@ class Rate(NamedTuple):
 
 
 def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: int) -> int | None:
-    """Return the largest micro batch that divides the global batch and its ramp and whose estimate fits the
-    GPU; None where one sequence does not."""
+    """Return the largest micro batch that divides the global batch and its ramp and is estimated to fit the
+    GPU; None if one sequence does not."""
     batch = config.batch
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
     whole = math.gcd(batch.global_size, quantum or batch.global_size)
@@ -98,12 +97,12 @@ def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: 
 
 
 def memory_gib(gpu: str) -> float:
-    """Return the memory of a GPU of hardware.yaml, with which its name ends."""
+    """Parse a GPU's memory, GiB, from the end of its name in hardware.yaml."""
     return float(gpu.rpartition("-")[2].removesuffix("G"))
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of configurations by ascending size up to the first that does not fit its device."""
+    """Return the rates of configurations of ascending size, up to the first that does not fit the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:
@@ -112,11 +111,11 @@ def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate])
 
 
 def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
-    """Predict the tokens/s of a configuration on GPUs that were not measured, with the largest micro batch
-    that fits. Raises ConfigError where not even one sequence fits."""
+    """Predict tokens/s on unmeasured GPUs, with the largest micro batch that fits. Raises ConfigError if not
+    even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:
-        message = f"not even one sequence of this model fits the memory of {gpu}"
+        message = f"not even one sequence of this model fits in the memory of {gpu}"
         raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
     row, factor = predicted_step(config, gpu, gpus, precision, micro)
     note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"
@@ -131,7 +130,7 @@ def link_of(gpu: str, gpus: int) -> str | None:
 def predicted_step(
     config: Config, gpu: str, gpus: int, precision: str, micro: int
 ) -> tuple[PredictedRow, float]:
-    """Predict the step of a configuration, and return it with the factor of its 95 % interval."""
+    """Predict the step of a configuration. Returns the row and the factor of its 95 % interval."""
     model, length = config.model, config.data.sequence_length
     row, peak = hardware()["gpus"][gpu], peak_of(gpu, precision)
     assert peak is not None
@@ -151,8 +150,8 @@ def predicted_step(
 
 
 def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rate:
-    """Read the tokens/s of a run directory or of the fastest such cell of a scaling.json. Raises ConfigError
-    for a record of another model, sequence length, precision or number of devices."""
+    """Read tokens/s of a run directory, or of the fastest matching cell of a scaling.json. Raises ConfigError
+    if the model, sequence length, precision or number of devices differs."""
     if not path.exists():
         raise ConfigError([Issue("--from", "not_found", f"{path} does not exist", str(path))])
 
@@ -173,7 +172,7 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         scaling = results.read(path, Scaling)
         settings, model = scaling.settings, shape(scaling.profile, scaling.settings.parameters)
         found = model, settings.sequence_length, settings.precision
-        # data-parallel cells that ran to their end, of each number of ranks the fastest
+        # completed data-parallel cells; the fastest one per number of ranks
         ran = [c for c in scaling.cells if (c.status, c.kind, c.tensor) == ("ok", "run", 1)]
         cells = {c.world_size: c for c in sorted(ran, key=lambda c: c.tokens_per_s or 0.0)}
         rates = {count: cell.tokens_per_s for count, cell in cells.items()}
@@ -181,28 +180,28 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
     length = config.data.sequence_length
     wanted = shape(config.model, num_parameters(config.model, length)), length, precision
     issues = [
-        Issue(setting, "conflict", f"{path} measured {measured}, not {needed}", needed, "--from")
+        Issue(setting, "conflict", f"{path} was measured with {measured}, not {needed}", needed, "--from")
         for setting, measured, needed in zip(
             ("model", "data.sequence_length", "--precision"), found, wanted, strict=True
         )
         if measured != needed
     ]
     if ranks not in rates:
-        message = f"{path} measured {' and '.join(map(str, rates))}, not {ranks}"
+        message = f"{path} was measured on {' and '.join(map(str, rates))}, not {ranks}"
         issues.append(Issue("--nproc", "conflict", message, ranks, "--from"))
     rate = rates.get(ranks)
     if not issues and not rate:
-        issues = [Issue("--from", "missing", f"{path} holds no tokens/s", str(path))]
+        issues = [Issue("--from", "missing", f"{path} contains no tokens/s", str(path))]
     if issues:
         raise ConfigError(issues)
     return Rate(rate or 0.0, math.exp(MIN_SPREAD), "measured", note)
 
 
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
-    """Interpolate measured tokens/s by parameters, in logarithms, and extrapolate by the nearest two.
+    """Interpolate measured tokens/s over parameters in log-log space; extrapolate from the nearest two.
 
-    The interval is twice the root mean square error of each inner size left out, at least 5 %,
-    and its square for each factor of e beyond the sizes.
+    The half-width, in logarithms, is twice the RMS error at each inner size when left out, at least 5 %,
+    times 1 + ln(distance factor) beyond the measured sizes.
     """
     sizes = sorted(rates)
     others = ((size, {k: v for k, v in rates.items() if k != size}) for size in sizes[1:-1])

@@ -1,4 +1,4 @@
-"""Fit the loss of completed runs, L(N, D) = E + A N^-a + B D^-b.
+"""Fit the loss law L(N, D) = E + A N^-a + B D^-b to completed runs.
 
 For a given pair of exponents the fit is linear, so E, A, B >= 0 follow by least squares and only a and b are
 searched (variable projection, Golub & Pereyra 1973).
@@ -19,13 +19,13 @@ from launcher.report.formats import count_of
 
 Floats = NDArray[np.float64]
 
-HUBER = 1e-3  # of ln(fit / loss), beyond which a run counts by its distance (Hoffmann et al., appendix D.2)
+HUBER = 1e-3  # |ln(fit / loss)| above which the loss is linear (Hoffmann et al., appendix D.2)
 EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
-BASINS = 3  # local minima over the grid of exponents that are polished
-SECOND_BASIN = 1.10  # of the best sum of losses, up to which another minimum is reported
-DRAWS = 100  # resampled fits behind an interval
-MANY_BUDGETS = 6  # from which whole budgets are resampled too
+BASINS = 3  # number of local minima on the grid of exponents to polish
+SECOND_BASIN = 1.10  # other minima are reported up to this multiple of the best sum of losses
+DRAWS = 100  # resampled fits per interval
+MANY_BUDGETS = 6  # number of budgets from which budgets are resampled too
 
 
 def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Frontier:
@@ -34,7 +34,7 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
     groups = [np.flatnonzero(np.equal(budgets, budget)) for budget in sorted(set(budgets))]
     if len(runs) < MIN_RUNS or len(groups) < MIN_BUDGETS:
         counts = f"{count_of(len(runs), 'run')} of {count_of(len(groups), 'budget')}"
-        message = f"{counts}; a fit needs {MIN_RUNS} runs of {MIN_BUDGETS} budgets"
+        message = f"{counts}; a fit needs at least {MIN_RUNS} runs of {MIN_BUDGETS} budgets"
         raise ConfigError([Issue("RUNS", "missing", message, len(runs))])
     flops = float(np.median([run.budget_flops / (run.parameters * run.tokens) for run in runs]))
     logs = np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
@@ -46,7 +46,7 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Draw as many runs of each budget with replacement; from MANY_BUDGETS on also the budgets. `groups`:
+    """Resample the runs within each budget with replacement; from MANY_BUDGETS on, the budgets too. `groups`:
     indices of the runs of each budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
@@ -54,7 +54,7 @@ def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -
 
 
 def _minima(logs: Floats, flops: float) -> list[LossLaw]:
-    """Return the polished minima over the exponents, best first, those near the best alone.
+    """Return the polished minima over the exponents close to the best one, best first.
 
     logs: [3, runs], logarithms of parameters, tokens and losses.
     """
@@ -78,12 +78,12 @@ def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
     """Solve for E, A, B >= 0 at each pair of exponents.
 
     a, b: [pairs]. Returns [pairs, 3] constants and [pairs] sums of the Huber loss of ln(fit / loss). Weights
-    psi(r) / r / L^2 make least squares of the loss into the Huber loss of its logarithm (iteratively
-    reweighted least squares); the seven sets of constants above zero are each solved, and the best one with
-    none below zero is kept.
+    psi(r) / r / L^2 turn least squares of the loss into the Huber loss of its logarithm (iteratively
+    reweighted least squares). All seven choices of nonzero constants are solved; the best solution without a
+    negative constant is kept.
     """
     means = logs[:2].mean(axis=1)
-    n, d = logs[:2] - means[:, None]  # so that the columns are near 1
+    n, d = logs[:2] - means[:, None]  # keeps the columns near 1
     loss = np.exp(logs[2])
     columns = np.stack([np.ones((len(a), len(n))), np.exp(-a[:, None] * n), np.exp(-b[:, None] * d)], axis=-1)
     weights = np.broadcast_to(1 / loss**2, columns.shape[:2])
@@ -97,7 +97,7 @@ def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
-    """Return [pairs, 3] constants >= 0 of weighted least squares, by trying each set of positive ones."""
+    """Solve weighted least squares for constants >= 0, [pairs, 3], by trying each set of positive ones."""
     gram = np.einsum("prc,pr,prk->pck", columns, weights, columns)
     right = np.einsum("prc,pr,r->pc", columns, weights, loss)
     best, least = np.zeros(right.shape), np.full(len(right), np.inf)
@@ -114,8 +114,8 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
     """Minimise the summed Huber loss of ln(fit / loss) over all five constants from `start`, by L-BFGS.
 
-    The sum, not the mean, whose small gradients end the search early (Besiroglu et al., arXiv 2404.10102).
-    Returns the sum over HUBER^2, and the law.
+    The mean has such small gradients that the search would stop early (Besiroglu et al., arXiv 2404.10102).
+    Returns sum / HUBER^2, and the law.
     """
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
@@ -146,12 +146,12 @@ def _huber(residual: Floats) -> Floats:
     return np.where(size <= HUBER, residual**2 / 2, HUBER * (size - HUBER / 2))
 
 
-# --- the older method, as a check
+# --- fit by parabolas, as a cross-check
 
 
 def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bool]]:
-    """Return for each budget the parameters at the minimum of a parabola of the loss over ln N, and whether
-    they lie within its runs; budgets with fewer than three runs or no minimum are left out."""
+    """Fit a parabola of the loss over ln N to each budget. Returns the parameters at its minimum, and whether
+    the runs enclose them; budgets with fewer than three sizes or no minimum are omitted."""
     minima = {}
     for budget in sorted({run.budget_flops for run in runs}):
         group = [run for run in runs if run.budget_flops == budget]
@@ -166,6 +166,5 @@ def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bo
 
 
 def parabola_exponent(minima: Mapping[float, float]) -> float:
-    """Return the power of the budget by which the parameters at the minima grow, by least squares of the
-    logarithms."""
+    """Return the exponent b of N_opt ~ C^b, by least squares in log-log space."""
     return float(np.polyfit(np.log(list(minima)), np.log(list(minima.values())), 1)[0])

@@ -1,4 +1,4 @@
-"""The budget planner as one HTML file that needs no network: sliders, and the calculator in its script."""
+"""Budget planner as a self-contained HTML file: sliders, and a script with the calculator."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def planner_data(
     pue: float = 1.0,
     grams_per_kwh: float | None = None,
 ) -> dict[str, Any]:
-    """Return what the page computes from: sizes, the tokens/s of each on each number of each GPU, prices, and
-    the law with its resampled copies. `configs`: one of each size, ascending."""
+    """Return the page's input: sizes, tokens/s of each size by GPU and number of GPUs, prices, and the law
+    with its resampled fits. `configs`: one per size, ascending."""
 
     devices = {}
     for name, row in hardware()["gpus"].items():
@@ -60,7 +60,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page with these values chosen."""
+    """Render the page with these initial values."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

@@ -1,4 +1,4 @@
-"""`bert-dp plan scaling`: predictions over numbers of GPUs, and what each change would gain."""
+"""`bert-dp plan scaling`: predict throughput over numbers of GPUs, and the gain of each change."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from launcher.scale.models import (
 from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
-GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds
-BOUNDS = ("no stragglers", "perfect overlap")  # no settings: their gain is what is lost there
+GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links
+BOUNDS = ("no stragglers", "perfect overlap")  # not settings: their gain is an upper bound
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
-BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
+BACKWARD = 2 / 3  # of a micro batch: each forward matmul causes two in the backward pass
 GIVE = (
-    "give scaling.json of `bert-dp scale`, or --model with --seq-per-s and --micro (`bert-dp train CONFIG "
-    "--dry-run --gpu NAME` estimates tokens/s; divided by data.sequence_length they are sequences/s)"
+    "pass scaling.json from `bert-dp scale`, or --model with --seq-per-s and --micro (`bert-dp train CONFIG "
+    "--dry-run --gpu NAME` estimates tokens/s; divide by data.sequence_length for sequences/s)"
 )
 CPU_WITH_GPU_LINK = (
-    "The profile is of a CPU, whose steps are far longer than a GPU's, but --link joins GPUs: the efficiency "
-    "is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and --gpu in place of --from."
+    "The profile is of a CPU, whose steps are far longer than a GPU's, but --link connects GPUs: the "
+    "efficiency is too high. Measure the profile on one GPU, or pass --seq-per-s, --micro and --gpu instead."
 )
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522,
@@ -76,7 +76,7 @@ BERT_SEQUENCE_LENGTH, BERT_MASK_RATE = 128, 0.15
 
 @dataclasses.dataclass(frozen=True)
 class PlanSpec:
-    """Options of the verb."""
+    """Options of `bert-dp plan scaling`."""
 
     gpus: tuple[int, ...]
     link: str | None = None
@@ -89,7 +89,7 @@ class PlanSpec:
 
     @property
     def per_node(self) -> int:
-        """GPUs of a node: by default 8, or all of them where the link is measured or a loopback."""
+        """GPUs per node: by default 8, or all of them if the link is measured or a loopback."""
         if self.gpus_per_node is not None:
             return self.gpus_per_node
         local = self.link is None or find_link(self.link).kind == "loopback"
@@ -98,7 +98,7 @@ class PlanSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PlanSource:
-    """Profile of one rank, and what else a prediction starts from."""
+    """Profile of one rank, and the other inputs of a prediction."""
 
     profile: StepProfile
     accumulation: int = 1
@@ -113,14 +113,14 @@ class PlanSource:
     peak_flops: float | None = None
 
     def slowdown(self, ranks: int) -> float:
-        """Return the measured slowdown of this or the next smaller number of ranks."""
+        """Return the slowdown measured at this or the next smaller number of ranks."""
         smaller = [count for count in self.slowdowns if count <= ranks]
         return self.slowdowns[max(smaller)] if smaller else 1.0
 
 
 def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
     """Predict a row for each accumulation, tensor size and number of GPUs, and each measured cell. Raises
-    ConfigError with every problem."""
+    ConfigError with all issues."""
     if issues := _option_issues(source, spec):
         raise ConfigError(issues)
     rows = [
@@ -131,7 +131,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
         if ranks % tensor == 0
     ]
     if not rows:
-        message = f"no size of {list(spec.tensor)} divides any of {list(spec.gpus)}"
+        message = f"no tensor size in {list(spec.tensor)} divides a number of GPUs in {list(spec.gpus)}"
         raise ConfigError([Issue("--tensor", "does_not_divide", message, spec.tensor, "--nproc")])
     micro = source.profile.micro_batch
     of_gpus = spec.link is not None and find_link(spec.link).kind in GPU_LINKS
@@ -141,7 +141,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
         assumptions=[
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
-            f"ranks wait for the slowest; speeds spread by {format_percent(source.spread)} (one sigma)",
+            f"ranks wait for the slowest; their speeds vary by {format_percent(source.spread)} (one sigma)",
             f"overlap hides {format_percent(constant('overlap_gain'))} of the communication that it could",
         ],
         rows=rows,
@@ -150,7 +150,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
 
 
 def predict_measured(scaling: Scaling) -> Prediction | None:
-    """Predict the cells of a benchmark from its own profile, links and ceiling; None where one is missing."""
+    """Predict the cells of a benchmark from its own profile, links and ceiling; None if one is missing."""
     try:
         source = source_of(scaling, "scaling.json")
         return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
@@ -161,8 +161,8 @@ def predict_measured(scaling: Scaling) -> Prediction | None:
 def scenario_of(
     source: PlanSource, spec: PlanSpec, ranks: int, tensor: int = 1, accumulation: int = 1
 ) -> Scenario:
-    """Return the scenario of one row. Without --link it has the all-reduce that was measured over the next
-    greater number of ranks, else over the most."""
+    """Return the scenario of one row. Without --link it uses the all-reduce measured over the smallest number
+    of ranks not below `ranks`, else over the most."""
     curve = None
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
@@ -188,8 +188,8 @@ def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
 
 
 def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
-    """Return the gain of each change, best first: tokens/s with it over tokens/s now, less one. A greater
-    batch is as fast per sequence."""
+    """Return the gain of each change, best first: tokens/s with it / tokens/s now - 1. A larger batch is
+    assumed to be as fast per sequence."""
     if scenario.ranks == 1:
         return []
     change = dataclasses.replace
@@ -200,7 +200,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
         "no stragglers": (profile, change(scenario, spread=0.0)),
         "perfect overlap": (profile, change(scenario, overlap=True, gain=1.0)),
     }
-    if scenario.engine != "fsdp":  # which has no buckets
+    if scenario.engine != "fsdp":  # fsdp has no buckets
         changes["no overlap: one bucket"] = profile, change(scenario, overlap=False)
         changes["2 x bucket size"] = profile, change(scenario, bucket_bytes=2 * scenario.bucket_bytes)
     if scenario.engine == "ddp" and profile.width > 2:
@@ -216,7 +216,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
 
 
 def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> ComparedCell | None:
-    """Return a measured cell beside its prediction, by its own links where they were measured; None where it
+    """Compare a measured cell with its prediction, using its own links if they were measured; None if it
     cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
@@ -248,13 +248,13 @@ def _is_cpu(device: str) -> bool:
 
 
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    """Name every option that is unknown or contradicts another one or the source."""
+    """Find unknown options, and conflicts with other options or the source."""
     links = hardware()["links"]
     if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
     if spec.inter is not None and max(spec.gpus) <= spec.per_node:
-        message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
-        hint = "ask for more GPUs, or give --gpus-per-node"
+        message = f"{max(spec.gpus)} GPUs fit in one node of {spec.per_node}"
+        hint = "request more GPUs, or pass --gpus-per-node"
         issues.append(Issue("--inter", "no_effect", message, spec.inter, "--gpus-per-node", hint))
     issues += _link_issues(source, spec)
     heads = source.profile.num_heads
@@ -268,7 +268,7 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
 
 
 def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
-    """Find whether a name is unknown; the hint names those that begin with it, or the nearest one."""
+    """Check that a name is known; the hint lists names with this prefix, or the closest match."""
     if value is None or value in names:
         return []
     close = [name for name in names if name.lower().startswith(value.lower())]
@@ -280,10 +280,10 @@ def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> l
 
 
 def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    """Find whether a link is neither given nor measured."""
+    """Check that each required link is given or measured."""
     most, per_node = max(spec.gpus), spec.per_node
     if per_node < most and spec.inter is None:
-        setting, reason = "--inter", f"{most} GPUs fill more than one node of {per_node}"
+        setting, reason = "--inter", f"{most} GPUs need more than one node of {per_node}"
     elif spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
         setting, reason = "--link", f"not measured for {most} GPUs"
     else:
@@ -305,10 +305,10 @@ def find_source(
     gpu: str | None,
     accumulation: int,
 ) -> PlanSource:
-    """Return the source that the verb's options name, a measured file or a rate. Raises ConfigError."""
+    """Return the source given by the options, a measured file or a rate. Raises ConfigError."""
     if path is not None:
         rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
-        message = "not used beside --from, which names a measured file"
+        message = "cannot be combined with --from, a measured file"
         if issues := [Issue(o, "conflict", message, v, "--from") for o, v in rate.items() if v is not None]:
             raise ConfigError(issues)
         try:
@@ -321,29 +321,29 @@ def find_source(
 
 
 def source_of(scaling: Scaling, name: str) -> PlanSource:
-    """Return the source that a benchmark is. Raises ConfigError where its file `name` holds no profile."""
+    """Convert a benchmark into a source. Raises ConfigError if its file `name` has no profile."""
     profile = scaling.profile
     if profile is None:
-        raise ConfigError([Issue(name, "missing", "holds no profile of a rank", hint=Scaling.hint)])
+        raise ConfigError([Issue(name, "missing", "contains no profile of a rank", hint=Scaling.hint)])
     notes = [f"profile of {profile.device}, {profile.precision}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
-        # it loads data and logs too
+        # includes data loading and logging
         micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
         profile = with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
-        notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
+        notes.append(f"one rank's step time is measured: {alone.step_s:.4g} s (cell {alone.id})")
     ceilings: dict[int, list[float]] = {}
     for cell in cells:
         share = cell.ceiling_efficiency if is_measurable(cell.ceiling_efficiency_ci95) else None
         if share and cell.kind == "run" and cell.tensor == 1:
-            # at least 1: less is noise, or a slow baseline
+            # at least 1: a smaller value is noise or a slow baseline
             ceilings.setdefault(cell.world_size, []).append(max(1.0, 1 / share))
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
+        notes.append(f"computation slowed by the measured ceiling ({counts}); more ranks as the last")
     curves = {
-        # of several times at one size the longest
+        # the longest of several times at one size
         each.world_size: AllReduceCurve(
             each.world_size, dict(sorted((float(point.bytes), point.seconds) for point in each.points))
         )
@@ -354,12 +354,12 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
     peak = peak_flops(profile.device, profile.precision)
     if peak:
-        notes.append(f"MFU over {peak / 1e12:g} TFLOP/s a GPU: {profile.device}, {profile.precision}")
+        notes.append(f"MFU: of {peak / 1e12:g} TFLOP/s per GPU: {profile.device}, {profile.precision}")
     return PlanSource(
         profile,
         scaling.settings.accumulation or 1,
         tuple(notes),
-        # ranks on a CPU are parts of one device and differ by its ceiling
+        # ranks on a CPU share one device; the ceiling covers their differences
         0.0 if _is_cpu(profile.device) else constant("device_spread"),
         curves,
         slowdowns,
@@ -372,14 +372,14 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
 def source_of_rate(
     model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None
 ) -> PlanSource:
-    """Return the source of one rank's sequences per second: its profile is estimated from the layers. Raises
+    """Build a source from one rank's sequences per second, with a profile estimated from the layers. Raises
     ConfigError."""
     gpus = hardware()["gpus"]
     if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
     shape, length, mask_rate = find_model(model)
     device, optimizer_s = "GPU", 0.0
-    adam = "counted with the micro batches: give --gpu"
+    adam = "included in the micro batches; pass --gpu to separate it"
     if gpu is not None:
         device = gpus[gpu]["device"]
         bytes_s = gpus[gpu]["memory_gb_s"] * GB * constant("memory_reach")
@@ -387,7 +387,7 @@ def source_of_rate(
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if not micro_s > MIN_MICRO_S:
-        message = f"{seq_per_s:g} leaves no time beside the optimizer"
+        message = f"{seq_per_s:g} leaves no time besides the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
     profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)
@@ -406,7 +406,7 @@ def estimated_profile(
     micro_s: float,
     optimizer_s: float,
 ) -> StepProfile:
-    """Return the profile of a rank that was not profiled: its gradients are estimated from the layers."""
+    """Estimate the profile of an unprofiled rank, with its gradients derived from the layers."""
     parameters = num_parameters(model, sequence_length)
     return StepProfile(
         device=device,
@@ -422,7 +422,7 @@ def estimated_profile(
 
 
 def load_named(option: str, name: str) -> Config:
-    """Load a configuration by the name or path that an option gives. Raises ConfigError."""
+    """Load a configuration by the name or path given to an option. Raises ConfigError."""
     try:
         return load_config(find_config(name))
     except ConfigError as error:
@@ -430,8 +430,8 @@ def load_named(option: str, name: str) -> Config:
 
 
 def find_model(name: str) -> tuple[ModelConfig, int, float]:
-    """Return the model called bert-base or bert-large, or that of a configuration, with its sequence length
-    and its mask rate. Raises ConfigError when `name` is no configuration either."""
+    """Return the model bert-base or bert-large, or the model of a configuration, with its sequence length and
+    mask rate. Raises ConfigError if `name` is none of these."""
     if name in MODELS:
         return MODELS[name], BERT_SEQUENCE_LENGTH, BERT_MASK_RATE
     config = load_named("--model", name)
@@ -452,25 +452,25 @@ ROW = (
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
-    """Return the rows, the levers at the greatest number of GPUs, the measured cells, and the assumptions.
+    """Return a report of the rows, the levers at the most GPUs, the measured cells, and the assumptions.
 
-    `config`: configuration of the model, which `scale` can measure.
+    `config`: configuration of the model, to be measured by the suggested `scale` command.
     """
     rows = prediction.rows
     last = max(rows, key=lambda row: row.world_size)
     levers = [
-        words(lever.lever, format_change(lever.gain), "an upper bound, no setting" if lever.bound else "")
+        words(lever.lever, format_change(lever.gain), "an upper bound, not a setting" if lever.bound else "")
         for lever in last.levers
     ]
     counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))
-    # columns that have one value in all rows are left out
+    # omit columns without information
     same = {"tensor": all(row.tensor == 1 for row in rows), "MFU": not any(row.mfu for row in rows)}
     columns = [quantity for quantity in ROW if not same.get(quantity.head)]
     best = Quantity(_best_change, "best change", "word")
     tables = [
         table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
-        Table(levers, title=f"What one change would do on {count_of(last.world_size, 'GPU')}"),
-        compared(prediction, "Predicted beside measured"),
+        Table(levers, title=f"Gain of one change on {count_of(last.world_size, 'GPU')}"),
+        compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
     text = f"Do not use this: the predicted step of {', '.join(wrong)} is outside its measured interval."

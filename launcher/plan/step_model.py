@@ -1,9 +1,9 @@
-"""Model of the step time of N ranks, from the profile of one rank and the links between them.
+"""Predict the step time of N ranks from the profile of one rank and the links between them.
 
     step = (accumulation x micro batch + optimizer) x slowest rank + exposed communication
 
-Pure functions of seconds and bytes; docs/definitions.md has every equation. The messages are those that
-`bert_dp/parallel` sends. hardware.yaml holds the GPUs, links, latencies and constants with their sources.
+Pure functions of seconds and bytes; docs/definitions.md has every equation. The messages are the ones sent by
+`bert_dp/parallel`. hardware.yaml lists the GPUs, links, latencies and constants with their sources.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit
 
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
-FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # of torch's DDP, unless a size is given
-PLATEAU = 1.9  # a ring over nodes waits longer per hop with large messages, protocol simple (NCCL tuning.cc)
-TREE_SHARE = 0.9  # of a ring's bandwidth that a tree gets (NCCL tuning.cc)
-TENSOR_REDUCTIONS = 4  # of the activations, per block: two forward, two backward (arXiv 1909.08053)
-ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # of a number; of other precisions 4
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # buckets of torch's DDP, unless a size is set
+PLATEAU = 1.9  # latency factor of a multi-node ring: large messages, protocol simple (NCCL tuning.cc)
+TREE_SHARE = 0.9  # bandwidth of a tree / a ring (NCCL tuning.cc)
+TENSOR_REDUCTIONS = 4  # of activations per block: two forward, two backward (arXiv 1909.08053)
+ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # per value; 4 in other precisions
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "rooted"]
 
 
@@ -38,7 +38,7 @@ def hardware() -> dict[str, Any]:
 
 
 def constant(name: str) -> float:
-    """Return a constant of hardware.yaml."""
+    """Return a constant from hardware.yaml."""
     return float(hardware()["constants"][name]["value"])
 
 
@@ -60,12 +60,12 @@ class LinkSpec:
 
 @cache
 def find_link(name: str) -> LinkSpec:
-    """Return a link of hardware.yaml."""
+    """Return a link from hardware.yaml."""
     return LinkSpec(**hardware()["links"][name])
 
 
 class ProtocolSpec(NamedTuple):
-    """Latencies of a protocol on one kind of link, seconds, and its share of the bandwidth."""
+    """Latencies in seconds of a protocol on one kind of link, and its share of the bandwidth."""
 
     start: float
     hop: float
@@ -82,7 +82,7 @@ def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
 
 
 def interpolate(x: float, points: Mapping[float, float]) -> float:
-    """Return the value at `x`, linear in the logarithms, beyond the ends by the nearest two points."""
+    """Interpolate linearly in log-log space; beyond the ends, extrapolate from the nearest two points."""
     known = sorted(points)
     i = min(max(bisect.bisect_left(known, x), 1), len(known) - 1)
     low, high = known[i - 1], known[i]
@@ -98,7 +98,7 @@ class AllReduceCurve:
     points: Mapping[float, float]
 
     def seconds(self, size: float) -> float:
-        """Interpolate in the logarithms; constant below the least size, in proportion above the greatest."""
+        """Interpolate in log-log space; constant below the smallest size, proportional above the largest."""
         least, greatest = min(self.points), max(self.points)
         if size <= least:
             return self.points[least]
@@ -109,7 +109,7 @@ class AllReduceCurve:
 
 @dataclasses.dataclass(frozen=True)
 class Fabric:
-    """Links between ranks, which fill one node after the other.
+    """Links between ranks; the ranks fill one node after another.
 
     A ring over the GPUs of several nodes enters and leaves each node once, through all its NICs together, so
     bus bandwidth = min(link within the node, sum of the NICs). This, the latencies and the choice of the
@@ -117,14 +117,14 @@ class Fabric:
     """
 
     gpus_per_node: int
-    intra: LinkSpec | None  # None: not known, and `inter` is slower than any
+    intra: LinkSpec | None  # None: unknown, but faster than `inter`
     inter: LinkSpec | None = None
     nics: float = 1  # per node
-    curve: AllReduceCurve | None = None  # takes the place of `intra` within one node
-    speed: float = 1.0  # factor on every bandwidth, and on a measured curve with its latency
+    curve: AllReduceCurve | None = None  # replaces `intra` within one node
+    speed: float = 1.0  # factor on every bandwidth; also scales the latency of a measured curve
 
     def nodes(self, ranks: int) -> int:
-        """Return the number of nodes that `ranks` ranks fill."""
+        """Return the number of nodes filled by `ranks` ranks."""
         return math.ceil(ranks / self.gpus_per_node)
 
     def bus_gb_s(self, ranks: int) -> float:
@@ -135,13 +135,13 @@ class Fabric:
         return self.speed * min(rates)
 
     def replicas(self, tensor: int) -> Fabric:
-        """Return the links of one gradient reduction where `tensor` neighbours share a replica: each node
-        holds fewer of its ranks, and `tensor` groups share the NICs."""
+        """Return the links of one gradient reduction if `tensor` neighbours share a replica: each node has
+        fewer of its ranks, and `tensor` groups share the NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
-        """Return the time of one collective of `size` bytes per rank, by the fastest protocol and shape.
+        """Return the time of one collective of `size` bytes per rank, with the fastest protocol and shape.
 
         "rooted" is a reduce to one rank or a broadcast from it: a chain that sends each byte once over each
         hop.
@@ -168,7 +168,7 @@ class Fabric:
         return min(times)
 
     def protocols(self, ranks: int) -> list[tuple[ProtocolSpec, ProtocolSpec]]:
-        """Return the protocols that both levels know, (within a node, between nodes)."""
+        """Return the protocols supported at both levels, as (within a node, between nodes)."""
         outer = self.inter if self.nodes(ranks) > 1 else self.intra
         inner = self.intra or outer
         assert inner is not None
@@ -179,7 +179,7 @@ class Fabric:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """Number of ranks, how they train, and the links between them."""
+    """Number of ranks, their parallelism, and the links between them."""
 
     fabric: Fabric
     ranks: int = 1
@@ -187,13 +187,13 @@ class Scenario:
     tensor: int = 1
     accumulation: int = 1
     spread: float = 0.0  # standard deviation / mean of the ranks' speed; all wait for the slowest
-    slowdown: float = 1.0  # factor on the computation where all devices of a machine work: 1 / ceiling
+    slowdown: float = 1.0  # factor on compute time if all devices of a machine are busy: 1 / ceiling
     bucket_bytes: float = BUCKET
     first_bucket: float | None = FIRST_BUCKET
-    sent_bytes: float = math.inf  # bytes of a number of a gradient that is sent, at most
-    overlap: bool = True  # reductions run beside the backward pass; False: one bucket after it
+    sent_bytes: float = math.inf  # maximum bytes sent per gradient element
+    overlap: bool = True  # reduce during the backward pass; False: one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
-    """Share of the hidden communication time that is gained."""
+    """Share of the hidden communication time that overlap saves."""
 
     @property
     def replicas(self) -> int:
@@ -202,7 +202,7 @@ class Scenario:
 
 
 def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
-    """Predict a step; the tensor size divides the ranks."""
+    """Predict a step. The tensor size must divide the number of ranks."""
     a, n = scenario.accumulation, scenario.ranks
     compute = a * profile.micro_s * scenario.slowdown / scenario.tensor
     optimizer = profile.optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
@@ -229,13 +229,13 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
 
 
 def slowest(ranks: int, spread: float) -> float:
-    """Return the expected time of the slowest of `ranks` normally distributed ones / the mean (Blom 1958)."""
+    """Return E[max] / mean of `ranks` normally distributed step times (Blom 1958)."""
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return a profile whose micro batch takes `micro_s`, the times within it in proportion; of another size
-    where `micro_batch` is given."""
+    """Return the profile with all times of the micro batch scaled to total `micro_s`, and its size set to
+    `micro_batch` if given."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
@@ -245,17 +245,17 @@ def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None =
 
 
 def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
-    """Return a profile of another micro batch that is as fast per sequence."""
+    """Return the profile with another micro batch and the same time per sequence."""
     return with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch, micro_batch)
 
 
 def layer_gradients(
     model: ModelConfig, parameters: int, width: float, backward_s: float
 ) -> list[MeasuredGradient]:
-    """Estimate the gradients of a model that was not profiled, in `width` bytes per number.
+    """Estimate the gradients of an unprofiled model, with `width` bytes per element.
 
-    The blocks' are ready at even steps of the backward pass. The embedding's, with the little that is left of
-    all `parameters`, is ready at the very end because the decoder is tied to it.
+    Those of the blocks are ready at equal intervals of the backward pass. The embedding's, with all remaining
+    `parameters`, is ready at the very end because the decoder is tied to it.
     """
     blocks, inside = model.num_layers, linear_parameters(model)
     sizes = [*[inside / blocks] * blocks, parameters - inside]
@@ -266,8 +266,8 @@ def layer_gradients(
 
 
 def _optimizer_share(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the busiest rank's share of the optimizer step. ZeRO-1 divides by whole tensors, so the largest
-    one bounds it."""
+    """Return the busiest rank's share of the optimizer step. ZeRO-1 assigns whole tensors, so the largest
+    tensor is a lower bound."""
     share = 1.0 if scenario.engine == "ddp" else 1 / scenario.replicas
     if scenario.engine == "zero1":
         share = max(share, max(gradient.bytes for gradient in profile.gradients) / profile.size)
@@ -275,7 +275,7 @@ def _optimizer_share(profile: StepProfile, scenario: Scenario) -> float:
 
 
 def exposed_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the seconds of a step in which ranks only communicate."""
+    """Return the seconds of exposed communication per step."""
     seconds = 0.0
     if scenario.tensor > 1:
         seconds += scenario.accumulation * _tensor_s(profile, scenario)
@@ -285,7 +285,7 @@ def exposed_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed time of the gradients, once a step. ZeRO-1 adds the broadcast of the weights."""
+    """Return the exposed time of the gradient reduction of a step; ZeRO-1 also broadcasts the weights."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     kind: Collective = "rooted" if scenario.engine == "zero1" else "all_reduce"
     width = min(1.0, scenario.sent_bytes / profile.width) / t
@@ -308,13 +308,13 @@ def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 Bucket = tuple[float, float]
-"""Bytes that are reduced together, and the second of the backward pass at which they are ready."""
+"""Bytes reduced together, and the time in the backward pass at which they are ready, s."""
 
 
 def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -> list[Bucket]:
-    """Fuse gradients in order of readiness until `size` bytes are reached, the first bucket until `first`.
+    """Fuse gradients, in order of readiness, into buckets of at least `size` bytes, the first of `first`.
 
-    A tensor is never split; a bucket is ready with its last tensor.
+    A tensor is never split; a bucket is ready when its last tensor is.
     """
     buckets: list[Bucket] = []
     total = last = 0.0
@@ -331,8 +331,8 @@ def outlast(
 ) -> float:
     """Return the seconds by which the reductions outlast the backward pass.
 
-    Each starts when its bucket is ready and the one before has ended; the share `gain` of the hidden time is
-    gained.
+    Each starts when its bucket is ready and the previous reduction is done; overlap saves only the share
+    `gain` of the hidden time.
     """
     end = total = 0.0
     for size, ready in buckets:
@@ -346,8 +346,8 @@ def outlast(
 def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the exposed time of gathering and scattering one block ahead of the computation.
 
-    Weights are gathered forward and again backward in every micro batch; gradients are scattered in the last.
-    The embedding is one more block.
+    Weights are gathered in the forward and again in the backward pass of every micro batch; gradients are
+    reduce-scattered in the last. The embedding counts as one more block.
     """
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     blocks = profile.num_layers + 1
@@ -371,12 +371,11 @@ def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
 def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the exposed time of the activations' all-reduces in one micro batch.
 
-    The backward ones hide behind the product that gives the weight's gradient, half of a block's backward
-    time.
+    Those of the backward pass overlap with the weight-gradient product, half of a block's backward time.
     """
     t, blocks = scenario.tensor, profile.num_layers
     numbers = profile.micro_batch * profile.sequence_length * profile.hidden_size
     once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
-    return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # the look-up of the embedding
+    return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # embedding lookup

@@ -1,1 +1,1 @@
-"""Show the results of verbs: a report is a value that the console and a page render."""
+"""Report the results of verbs: a report is a value, rendered on the console or as an HTML page."""

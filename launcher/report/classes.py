@@ -1,4 +1,4 @@
-"""Show a finetuned classifier by its classes: precision, recall and f1 of each, and the confusion matrix."""
+"""Report a finetuned classifier by class: precision, recall and f1, and the confusion matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bert_dp import files
 from bert_dp.cost import GIB
 from launcher.report.page import Column, ReportSection, Table, TableRow, cell
 
-MAX_CLASSES = 50  # of a matrix that can be read
+MAX_CLASSES = 50  # of a readable matrix
 
 
 def class_section(run_dir: Path, labels: Sequence[str]) -> list[ReportSection]:
-    """Return the tables of the dev examples in predictions.jsonl; nothing where they cannot be read."""
+    """Return tables of the dev examples in predictions.jsonl; [] if they cannot be read."""
     path, count = run_dir / files.PREDICTIONS, len(labels)
     if not 2 <= count <= MAX_CLASSES or not path.is_file() or path.stat().st_size > GIB:
         return []

@@ -1,6 +1,6 @@
-"""Convert a Figure to the JSON that plotly's script draws.
+"""Convert a Figure to the JSON input of plotly's script.
 
-Colours are names that page.js looks up in its theme.
+Colours are names, looked up by page.js in its theme.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from launcher.report.page import Axis, Bars, Figure, Line, ReferenceLine
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
-LABEL_CHARS, TITLE_CHARS = 30, 60  # in a legend, on an axis; a pointer shows the whole name
-# pixels: of the area of lines, of a row of bars, of a line of the legend; above and below the area
+LABEL_CHARS, TITLE_CHARS = 30, 60  # in a legend, on an axis; hovering shows the full name
+# pixels: plot area of lines, row of bars, line of the legend; margins above and below the area
 HEIGHT, ROW_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
 DASHES = {"dashed": "dash", "dotted": "dot"}
@@ -30,14 +30,14 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return `data` and `layout` for Plotly.newPlot, the name and the switch; every text in it is escaped."""
+    """Return `data` and `layout` for Plotly.newPlot, the name and the switch; all texts are escaped."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
     has_legend = len(set(labels)) > 1 or bool(figure.marks) or bool(figure.rows)
     legend = sum(len(label) * PIXELS_PER_CHAR + 45 for label in dict.fromkeys(labels))
     below = BOTTOM + LEGEND_HEIGHT * (1 + legend // SMALL_WIDTH) * has_legend
-    # rows go from the top down; the name of each is an annotation above its bar
+    # rows are ordered from the top; their names are annotations above the bars
     rows_axis: dict[str, Any] = {"range": [len(figure.rows) - 0.6, -0.7], "showticklabels": False}
     rows_axis |= {"showgrid": False, "fixedrange": True}
     row_name = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
@@ -60,7 +60,7 @@ def drawing(figure: Figure) -> dict[str, Any]:
 
 
 def text_of(text: str, limit: int = 0) -> str:
-    """Escape foreign text for plotly, which reads some HTML, and cut it to `limit` characters."""
+    """Escape foreign text for plotly, which interprets some HTML, and truncate it to `limit` characters."""
     text = " ".join(safe(text).split())
     if limit and len(text) > limit:
         text = f"{text[: limit - 1]}\u2026"
@@ -68,7 +68,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Show a name in the legend once; it hides all traces that bear it."""
+    """Show each name in the legend once; clicking it hides all traces of that name."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}
@@ -113,7 +113,7 @@ def _difference(greater: float | None, less: float | None) -> float | None:
 
 
 def _point(figure: Figure, line: Line, i: int) -> str:
-    """Return the text at the pointer: `ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
+    """Return the hover text: `ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
     y, x = FORMATS[figure.y.unit], FORMATS[figure.x.unit]
     ends = [end for end in (line.low[i], line.high[i]) if end is not None] if line.low else []
     interval = f" [{', '.join(map(y, ends))}]" if len(ends) == 2 else ""
@@ -151,7 +151,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Draw the horizontal lines. The label of one above all points and intervals is below it, where there is
+    """Draw the horizontal lines. A line above all points and intervals has its label below it, where there is
     room."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]

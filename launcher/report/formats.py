@@ -1,4 +1,4 @@
-"""Format numbers for people. An unknown number prints as n/a, never as 0."""
+"""Format numbers for display. Unknown numbers are shown as n/a, never as 0."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units that a prefix is written onto; it stands apart from a word
-HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, a quotient of two numbers may be no number
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units joined to the prefix; words follow after a space
+HUGE = 1e300  # beyond it, or closer to 0 than 1 / HUGE, quotients may overflow
 
 
 def number(value: object) -> float | None:
-    """Return a number up to HUGE, else None; 0 below 1 / HUGE."""
+    """Return a number of magnitude up to HUGE, otherwise None; below 1 / HUGE, return 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Format three significant digits with k, M, G, T, P, E or Z: `45.2 k tokens/s`, `21 MJ`."""
+    """Format with three significant digits and k, M, G, T, P, E or Z: `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
@@ -32,7 +32,7 @@ def format_si(value: object, unit: str = "") -> str:
 
 
 def _known(text: Callable[[float], str]) -> Callable[[object], str]:
-    """Extend a formatter of numbers to any value: all else is n/a."""
+    """Extend a number formatter to any value; non-numbers become n/a."""
 
     @functools.wraps(text)
     def formatter(value: object) -> str:
@@ -43,16 +43,16 @@ def _known(text: Callable[[float], str]) -> Callable[[object], str]:
 
 
 def _scaled(scale: float, digits: str, unit: str = "") -> Callable[[object], str]:
-    """Return the formatter of a number times `scale` in the format `digits`, with its unit."""
+    """Return a formatter for a number times `scale`, in format `digits`, with a unit."""
     return _known(lambda n: f"{scale * n:{digits}}{unit}")
 
 
-format_count = _scaled(1, ",.0f")  # a whole number with separators
+format_count = _scaled(1, ",.0f")  # an integer with separators
 format_gib = _scaled(1, ".2f", " GiB")  # memory given in GiB
-format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 as per cent
-format_change = _scaled(100, "+.1f", " %")  # a gain or a loss, a fraction of 1, with its sign: `+4.2 %`
-format_points = _scaled(100, ".1f")  # a score, 1 at best, as tables of GLUE have it: out of 100
-format_decimals = _scaled(1, ".4f")  # an accuracy or a correlation, or an error whose unit stands beside it
+format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 in per cent
+format_change = _scaled(100, "+.1f", " %")  # a gain or loss as a fraction of 1, with sign: `+4.2 %`
+format_points = _scaled(100, ".1f")  # a score, at most 1, out of 100 as in tables of GLUE
+format_decimals = _scaled(1, ".4f")  # an accuracy or correlation, or an error with a separate unit
 format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy, per predicted token
 format_lr = _scaled(1, ".2e")  # a learning rate
 
@@ -73,7 +73,7 @@ def format_duration(seconds: float) -> str:
 
 @_known
 def format_step_time(seconds: float) -> str:
-    """Format the seconds of a step with three significant digits, for comparing: `12.3 ms`, `1.23 s`."""
+    """Format a step time in seconds with three significant digits, for comparison: `12.3 ms`, `1.23 s`."""
     if seconds == 0:
         return "0 s"
     scaled, unit = (1000 * seconds, "ms") if abs(seconds) < 0.9995 else (seconds, "s")
@@ -92,7 +92,7 @@ def format_interval(interval: object, text: Callable[[object], str]) -> str:
 
 
 def format_word(value: object) -> str:
-    """Format a name, a yes or no, or a list of names."""
+    """Format a name, a boolean as yes or no, or a list of names."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -106,7 +106,7 @@ def count_of(count: object, noun: str) -> str:
 
 
 def unit_of(name: str) -> Unit:
-    """Return the unit in the last word of a metric's name."""
+    """Return the unit given by the last word of a metric's name."""
     units: dict[str, Unit] = {"s": "seconds", "gib": "gib", "share": "percent", "steps": "count"}
     return units.get(name.rpartition("_")[2], "si")
 

@@ -1,6 +1,6 @@
-"""Render a Report as one HTML file that needs no network: Jinja2 for text, plotly's script for figures.
+"""Render a Report as a self-contained HTML file: Jinja2 for text, plotly's script for figures.
 
-The content policy names our two scripts by their hashes, so nothing else in the page can run.
+The content policy allows only our two scripts, by their hashes, so no other script can run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from launcher.report.figures import drawing
 from launcher.report.page import Report
 
 TEMPLATES = Path(__file__).parent / "templates"
-# the first bytes of every page of ours
+# first bytes of every page of bert-dp
 START = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
 )
-MAX_NOTES = 6  # of one verdict before the rest folds
+MAX_NOTES = 6  # notes of one verdict that are shown before the rest is collapsed
 
 
 def html(report: Report) -> str:
-    """Render the whole page."""
+    """Render a report as an HTML page."""
     figures = [figure for section in report.sections for figure in section.figures if not figure.is_empty]
     drawings = [drawing(figure) for figure in figures]
     return render(
@@ -42,7 +42,7 @@ def html(report: Report) -> str:
 
 
 def render(template: str, script: str, library: str = "", **values: Any) -> str:
-    """Render a template with its script, and a library before it, the only ones that its policy lets run."""
+    """Render a template with its script after an optional library; its policy allows no other script."""
     own = _read(script)
     digests = [hashlib.sha256(text.encode()).digest() for text in (library, own) if text]
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -54,13 +54,13 @@ def render(template: str, script: str, library: str = "", **values: Any) -> str:
 
 
 def write(report: Report, out: Path) -> None:
-    """Write the page to `out`, atomically. Raises OSError when it cannot be written."""
+    """Write the page to `out` atomically. Raises OSError if it cannot be written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(out, html(report))
 
 
 def write_or_warn(report: Report, out: Path) -> bool:
-    """Write the page; on failure print a warning and return False, as a page must not cost its results."""
+    """Write the page; if that fails, warn and return False: a failed page must not lose the results."""
     try:
         write(report, out)
     except OSError as error:
@@ -70,15 +70,15 @@ def write_or_warn(report: Report, out: Path) -> bool:
 
 
 def page_issues(option: str, path: Path) -> list[Issue]:
-    """Find whether something else than a page of ours or an empty file is at `path`."""
+    """Return an issue if `path` exists and is neither a page of bert-dp nor an empty file."""
     if not path.exists():
         return []
     if path.is_file():
         with path.open("rb") as file:
             if file.read(len(START)) in (START.encode(), b""):
                 return []
-    message = f"{path} is no page of bert-dp and would be replaced"
-    return [Issue(option, "exists", message, str(path), hint="name another file")]
+    message = f"{path} is not a page of bert-dp and would be overwritten"
+    return [Issue(option, "exists", message, str(path), hint="choose another path")]
 
 
 @functools.cache

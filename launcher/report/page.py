@@ -1,6 +1,6 @@
-"""Hold the result of a verb as a value, with its tables, and print it on the console; html.py renders it.
+"""Define reports and their tables as values, and print them on the console; html.py renders the page.
 
-Each column of a table is a quantity, with its unit, of the parts of a result that the rows show.
+Each table row is a part of a result, each column a quantity of that part, with a unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "warn", "fail", "info"]
 Style = Literal["line", "dashed", "dotted", "marks", "both"]
-"""Style of a line: solid, dashed, dotted (not measured by any run), marks alone, line and marks."""
+"""Style of a line: solid, dashed, dotted (not measured by any run), only marks, line and marks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Verdict:
     level: Level
     text: str
     notes: Sequence[str] = ()
-    name: str = ""  # run or task that it is about, where a report has several
+    name: str = ""  # run or task concerned, if a report has several
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A number that stands out, with its denominator or scope."""
+    """A highlighted number with its denominator or scope."""
 
     label: str
     text: str
@@ -53,8 +53,8 @@ class TableCell:
     """One value of a table."""
 
     text: str
-    note: str = ""  # its denominator or scope
-    exact: float | None = None  # its value with all digits
+    note: str = ""  # denominator or scope
+    exact: float | None = None  # unrounded value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Column:
     """A column of a table."""
 
     head: str
-    text: bool = False  # holds words, which may be long and are aligned left
+    text: bool = False  # contains words: may be long, aligned left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,31 +71,31 @@ class TableRow:
 
     label: str
     cells: Sequence[TableCell]
-    topic: str = ""  # heading above the first of the rows that share it
-    console: bool = True  # False: on the page alone
+    topic: str = ""  # heading above the first row of this topic
+    console: bool = True  # False: only on the page
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows named by their labels; without columns it is a list of labels and values."""
+    """Rows with labels; without columns, a list of labels and values."""
 
     rows: Sequence[TableRow]
     columns: Sequence[Column] = ()
     title: str = ""
     corner: str = ""  # head above the labels
-    empty: str = "none"  # text in place of a table without rows
+    empty: str = "none"  # replaces a table without rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """An axis of a figure."""
 
-    label: str  # names the unit in words
-    unit: Unit = "si"  # format of its numbers
+    label: str  # includes the unit in words
+    unit: Unit = "si"  # number format
     log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
-    """Places of the ticks, e.g. the numbers of ranks that were run; empty: round numbers."""
+    """Tick positions, e.g. the numbers of ranks that were run; empty: round numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
-    colour: int | None = 0  # of the palette; None: grey
+    colour: int | None = 0  # index in the palette; None: grey
     style: Style = "line"
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
@@ -118,11 +118,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One part of every row of a figure; the parts of a row are stacked."""
+    """One part of every row of a figure; parts of a row are stacked."""
 
     label: str
     parts: Sequence[float | None]
-    texts: Sequence[str] = ()  # printed at the pointer; by default the part in the unit of the x axis
+    texts: Sequence[str] = ()  # hover texts; by default, the part in the unit of the x axis
 
     @property
     def values(self) -> list[float]:
@@ -132,16 +132,16 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal or vertical reference line; the legend names a vertical one."""
+    """A horizontal or vertical reference line; vertical ones are in the legend."""
 
     label: str
     value: float
-    left: bool = False  # puts the label of a horizontal one at the left
+    left: bool = False  # puts the label of a horizontal line on the left
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Lines over x and y, or bars of named rows along x."""
+    """Lines over x and y, or horizontal bars in named rows."""
 
     title: str
     traces: Sequence[Line | Bars]
@@ -151,11 +151,11 @@ class Figure:
     levels: Sequence[ReferenceLine] = ()  # horizontal
     marks: Sequence[ReferenceLine] = ()  # vertical
     note: str = ""
-    switch: bool = False  # offers a logarithmic x axis
+    switch: bool = False  # offer a logarithmic x axis
 
     @property
     def is_empty(self) -> bool:
-        """True if no run measured anything of it."""
+        """True if there are no measured values."""
         return not any(t.values for t in self.traces if not (isinstance(t, Line) and t.style == "dotted"))
 
 
@@ -167,9 +167,9 @@ class ReportSection:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    text: str = ""  # shown unchanged, in fixed width
-    folded: bool = False  # opens on a click
-    console: bool = True  # False: on the page alone
+    text: str = ""  # shown verbatim in a fixed-width font
+    folded: bool = False  # collapsed until clicked
+    console: bool = True  # False: only on the page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,44 +181,44 @@ class Report:
     verdicts: Sequence[Verdict] = ()
     tiles: Sequence[Tile] = ()
     sections: Sequence[ReportSection] = ()
-    next: str = ""  # a command to run next
+    next: str = ""  # suggested next command
 
 
 def cell(value: object, unit: Unit, note: str = "") -> TableCell:
-    """Return a value in the format of its unit, with all its digits beside."""
+    """Return a value in the format of its unit, together with the unrounded value."""
     exact = value if isinstance(value, float) and math.isfinite(value) else None
     return TableCell(FORMATS[unit](value), note, exact)
 
 
 def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> TableRow:
-    """Return a row of one number."""
+    """Return a row with one number."""
     return TableRow(label, (cell(number, unit, note),), console=console)
 
 
 def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
-    """Return a row of one text."""
+    """Return a row with one text."""
     return TableRow(label, (TableCell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Return the x and the y of points; one without an x is left out, a y that is no number is a gap."""
+    """Return x and y of points; points without x are omitted, a y that is not a number is a gap."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def first_line(text: object, otherwise: str = "cause not recorded") -> str:
-    """Return the first line of a text that may have many or none."""
+    """Return the first non-empty line of a text, or `otherwise`."""
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
 
 
 def record(title: str, content: Mapping[str, Any]) -> ReportSection:
-    """Return a nested record as YAML, on the page alone, where it opens on a click."""
+    """Return a nested record as YAML in a collapsed section, shown only on the page."""
     text = yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
     return ReportSection(title, text=text, folded=True, console=False)
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Return `front`, then processor, torch, commit and date as far as they are known."""
+    """Return `front`, then processor, torch, commit and date if known."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]
@@ -234,53 +234,53 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
 
 
 def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
-    """Name the machine and the method."""
+    """Return lines describing the machine and the method."""
     trial = f"trials on {count_of(result.ranks, 'rank')}"
     return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
 
 
 def status_verdicts(result: Measurement) -> list[Verdict]:
-    """Say that the measurement failed or is partial."""
+    """Return a verdict if the measurement failed or is partial."""
     if result.status == "failed":
         return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
-        return [Verdict("warn", "Partial: stopped before its end; the same command goes on.")]
+        return [Verdict("warn", "Partial: stopped early; the same command resumes it.")]
     return []
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A field of a part of a result, or a function of that part."""
+    """A quantity of a part of a result: a field, or a function of the part."""
 
     path: str | Callable[[Any], object]
-    """Keys that lead to the field, with dots; or a function that returns a value in `unit` or a TableCell."""
-    head: str  # head of its column, with what the unit does not say
+    """Dotted path of the field, or a function that returns a value in `unit` or a TableCell."""
+    head: str  # column head, without the unit
     unit: Unit = "si"
 
     def of(self, part: object) -> object:
-        """Return its value in `part`."""
+        """Return the value of the quantity for `part`."""
         return at(part, self.path) if isinstance(self.path, str) else self.path(part)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Quantity):
-    """A ratio with the path of its interval. One that is not measurable is shown as such, without digits."""
+    """A ratio with the path of its interval. If not measurable, this is shown instead of digits."""
 
     interval: str = ""
 
     def of(self, part: object) -> object:
-        """Return its value in `part`, or a cell that says that it is not measurable."""
+        """Return the value for `part`, or a cell stating that it is not measurable."""
         value = super().of(part)
         if value is None or is_measurable(at(part, self.interval)):
             return value
         return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
 
     def number(self, part: object) -> float | None:
-        """Return the value; None where it is not measurable."""
+        """Return the value; None if it is not measurable."""
         return number(self.of(part))
 
     def ends(self, part: object) -> str:
-        """Return the ends of its interval: `78.0 % to 82.0 %`."""
+        """Return the ends of the interval: `78.0 % to 82.0 %`."""
         shown = self.number(part) is not None
         return format_interval(at(part, self.interval) if shown else None, FORMATS[self.unit])
 
@@ -291,9 +291,9 @@ class Ratio(Quantity):
 
 
 def at(part: object, path: str) -> Any:
-    """Follow `path` through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`.
+    """Look up a dotted path of fields, keys and interval ends, e.g. `step_time_s.ci95.low`.
 
-    Returns None behind null, and of `repeats` and `runs`, which are lists, their number.
+    Returns None if any part of the path is null, and for the lists `repeats` and `runs` their length.
     """
     for key in path.split("."):
         if part is None:
@@ -319,7 +319,7 @@ def table(
     corner: str = "",
     empty: str = "none",
 ) -> Table:
-    """Return a row for each named part, a column for each quantity; those of words are aligned left."""
+    """Return a table with a row per named part and a column per quantity; words are aligned left."""
     named = [TableRow(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
     heads = [Column(q.head, text=q.unit == "word") for q in quantities]
     return Table(named, heads, title, corner, empty)
@@ -331,7 +331,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
 
 
 def show_report(console: Console, report: Report, page: Path | None = None, *, titled: bool = False) -> None:
-    """Print the report, its page and the command to run next, as far as there are any."""
+    """Print the report, and its page and the suggested next command, if any."""
     from rich.console import Group
 
     show(console, Group(*_parts(report, console, titled=titled)))
@@ -341,7 +341,7 @@ def show_report(console: Console, report: Report, page: Path | None = None, *, t
 def show_result(
     console: Console, found: object, report: Callable[[], Report], *, as_json: bool, titled: bool = False
 ) -> None:
-    """Print what a verb found as JSON, or its report."""
+    """Print the result of a verb as JSON or as a report."""
     if as_json:
         sys.stdout.write(to_json(found))
     else:
@@ -349,14 +349,14 @@ def show_result(
 
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
-    """Print the page and the command to run next."""
+    """Print the page and the suggested next command, if any."""
     for label, what in (("page", page), ("next", runnable(report.next))):
         if what:
             show(console, f"{label}: {what}", **PLAIN)
 
 
 def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[RenderableType]:
-    """Yield its tables and notes, then its findings."""
+    """Yield the tables and notes, then the verdicts."""
     from rich.text import Text
 
     if titled:
@@ -380,7 +380,7 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 
 
 def _tables(table: Table, console: Console) -> list[RichTable]:
-    """Return the table, or where it is too wide parts that each fit; every part names its rows."""
+    """Return the table; if too wide, split by columns into parts that fit, each with the row labels."""
     from rich.measure import Measurement
 
     rows = [row for row in table.rows if row.console]
@@ -413,7 +413,7 @@ def _grid(table: Table, rows: Sequence[TableRow], columns: Sequence[int]) -> Ric
 
 
 def _pairs(rows: Sequence[TableRow]) -> RichTable:
-    """Return a list of labels and values, with the denominator of each."""
+    """Return a list of labels and values with denominators."""
     from rich.table import Table as RichTable
     from rich.text import Text
 

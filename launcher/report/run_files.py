@@ -1,4 +1,4 @@
-"""Read a run directory as far as it goes: of a whole run, of a crashed one, with foreign or torn files."""
+"""Read a run directory as far as possible: complete or crashed, even with foreign or torn files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS are parts of train
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
-NUM_STRETCHES = 500  # of a long metrics.jsonl; at most five lines of each are kept
+NUM_STRETCHES = 500  # stretches of a long metrics.jsonl; at most five lines of each are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +32,19 @@ class RunFiles:
     path: Path
     name: str
     finished: bool  # summary.json was written
-    summary: Summary  # from summary.json, completed by the last lines of the logs
+    summary: Summary  # summary.json, completed from the last lines of the logs
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
-    missing: list[str]  # files that are not there, or are damaged
-    heldout: HeldOut  # denominator of the held-out loss, as far as it is known
+    missing: list[str]  # descriptions of missing and damaged files
+    heldout: HeldOut  # denominator of the held-out loss, if known
     training_unit: str  # of the training loss
     prediction: Mapping[PredictedName, PlannedFigure]  # of `bert-dp plan`
 
 
 def load(run_dir: Path) -> RunFiles:
-    """Read the files that are there."""
+    """Read the existing files of a run directory."""
     missing: list[str] = []
     summary = _summary(run_dir / "summary.json", missing)
     settings = _yaml(run_dir / "config.yaml", missing)
@@ -77,8 +77,8 @@ def load(run_dir: Path) -> RunFiles:
 
 
 def list_runs(directory: Path) -> list[dict[str, Any]]:
-    """Return a flat record of each run in a directory, newest first: how far it is, then its settings by
-    their names. `age_s`: since its last line or its end."""
+    """Return a flat record per run in a directory, newest first: its progress, then its settings by name.
+    `age_s`: time since its last logged line or its end, s."""
     rows = []
     for path in (file.parent for file in directory.glob("*/config.yaml")):
         run = load(path)
@@ -104,7 +104,7 @@ def list_runs(directory: Path) -> list[dict[str, Any]]:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return True if a rank holds the run directory."""
+    """Return True if a rank has locked the run directory."""
     with contextlib.suppress(FileNotFoundError), (run_dir / ".lock").open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:
-    """Read summary.json. Returns None, and names the problem in `missing`, if it cannot be read."""
+    """Read summary.json. If it cannot be read, return None and add the problem to `missing`."""
     problem = "missing or torn"
     if (data := files.read_json(path)) is not None:
         try:
@@ -126,11 +126,11 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
 
 
 def _completed(summary: Summary | None, logged: Summary) -> Summary:
-    """Complete the summary of a rank that was killed, or was stopped before its next evaluation."""
+    """Complete the summary of a rank that was killed, or stopped before its next evaluation."""
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}
-    if summary.samples is not None:  # the rank wrote it: null means null, but for the last evaluation
+    if summary.samples is not None:  # written by the rank: null means null, except for the last evaluation
         is_later = summary.status != "done" and summary.heldout_loss is None
         unknown = {"heldout", "heldout_loss", "heldout_step"} if is_later else set()
     return summary.model_copy(update={name: getattr(logged, name) for name in unknown})
@@ -143,7 +143,7 @@ def _logged(
     config: Config | None,
     environment: Mapping[str, Any],
 ) -> Summary:
-    """Return a summary of what the other files hold."""
+    """Build a summary from the other files."""
     last, newest = metrics[-1] if metrics else {}, evals[-1] if evals else None
     known: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     known["final_loss"] = last.get("loss")
@@ -164,8 +164,8 @@ def _logged(
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """Read some lines of a file of any length: of each of NUM_STRETCHES stretches the ends, the least and the
-    greatest loss, so that a spike stays visible, and the first line without one."""
+    """Sample lines of a file of any length. Of each of NUM_STRETCHES stretches, keep both ends, the lowest
+    and the highest loss (so that spikes stay visible), and the first line without a loss."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -181,7 +181,7 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
         chosen |= {choose(finite)[1] for choose in (min, max) if finite}
         kept += [part[i] for i in sorted(chosen)]
     if num_lines != num_read or not num_lines:
-        missing.append(f"{path.name} is torn or empty: {num_read:,} whole lines read")
+        missing.append(f"{path.name} is torn or empty: {num_read:,} complete lines read")
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Report a run, or several beside each other: how each ended, every number with its denominator."""
+"""Report one run or compare several: outcome, and every number with its denominator."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ from launcher.stats import NORMAL
 
 
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
-    """Return half of the 95 % interval of the loss, nats; None where it was not measured.
+    """Return the half-width of the loss's 95 % interval, nats; None if it was not measured.
 
-    `seeds`: losses of which it is the mean. All are of one text, whose error adds to that of the mean over
-    the seeds as an independent one.
+    `seeds`: losses whose mean is the loss. They share one text; its sampling error and the error of the mean
+    over the seeds are added as independent errors.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -78,13 +78,13 @@ def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
 
 
 def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ()) -> str:
-    """Format a loss with its interval where it has one: `5.7123 nats ± 0.0312`."""
+    """Format a loss with its interval, if it has one: `5.7123 nats ± 0.0312`."""
     width = half_width(heldout, seeds)
     return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
 
 
 def loss_in(unit: str, loss: float | None) -> str:
-    """Format a loss in nats or in another unit."""
+    """Format a loss in nats or another unit."""
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
@@ -100,7 +100,7 @@ def basis_of(heldout: HeldOut) -> str:
 
 
 def scores_text(heldout: HeldOut) -> str | None:
-    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
+    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None if no example was scored."""
     if heldout.scores is None:
         return None
     names = {name: score_name(name, heldout).replace("/", " ") for name in heldout.scores}
@@ -109,12 +109,12 @@ def scores_text(heldout: HeldOut) -> str | None:
 
 
 def score_name(name: str, heldout: HeldOut) -> str:
-    """Return a split and metric with the average of f1: `dev/f1 (macro)`."""
+    """Return the split and metric, with the averaging of f1: `dev/f1 (macro)`."""
     average = f" ({heldout.f1_average})" if name.endswith("/f1") and heldout.f1_average else ""
     return name + average
 
 
-MAX_PASSES = 4  # over the data, up to which repeated text is worth almost as much as new (arXiv 2305.16264)
+MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT = {
     "setup": "setup",
     "compile": "compile",
@@ -123,11 +123,11 @@ SPLIT = {
     "eval": "eval",
     "save": "save",
 }
-"""Parts of the wall time in their order, with those of training in its place."""
+"""Parts of the wall time in order, with training replaced by its own parts."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> Report:
-    """Report one run directory, or several beside each other. Raises no error on a crashed or torn one."""
+    """Report one run directory, or compare several. Accepts crashed and torn ones."""
     runs = [load(run_dir) for run_dir in run_dirs]
     names = [run.name for run in runs]
     for i, run in enumerate(runs):
@@ -156,17 +156,17 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
 
 
 def _next(run: RunFiles) -> str:
-    """Return the command that exports the trained model, or goes on with the run on as many ranks."""
+    """Return the command to export the trained model, or to resume the run on the same number of ranks."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
-        if run.config.get("task"):  # nothing but training executes its code
+        if run.config.get("task"):  # only training executes the task's code
             return ""
         kind: Kind = "mlm" if run.heldout.examples is None else "classifier"
         form = "onnx"
         with contextlib.suppress(ConfigError):
             form = "onnx" if native_issues(resolve([run.config]), kind) else "hf"
         return f"bert-dp export {form} {path} --out {shlex.quote(f'{run.path}-{form}')}"
-    if failure is not None and failure.kind == "not_finite":  # with the same settings it would diverge again
+    if failure is not None and failure.kind == "not_finite":  # it would diverge again with the same settings
         lr = number(settings.get("optim.lr"))
         config = shlex.quote(f"{run.path}/config.yaml")
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
@@ -181,7 +181,7 @@ def _end(run: RunFiles) -> tuple[Level, str]:
     summary, measured = run.summary, run.heldout
     step = f"step {format_count(summary.step)}"
     if not run.finished:
-        return "warn", f"No end recorded: still running, or killed. Last logged: {step}."
+        return "warn", f"No end recorded: still running or killed. Last logged: {step}."
     if summary.status == "failed":
         cause = first_line(summary.failure.headline() if summary.failure else None)
         return "fail", f"Failed at {step} (exit code {summary.exit_code}): {cause}"
@@ -206,15 +206,15 @@ def _end(run: RunFiles) -> tuple[Level, str]:
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Warn of more than MAX_PASSES over the data of a pretraining; the built-in corpus is exempt."""
+    """Warn about more than MAX_PASSES over the pretraining data; the built-in corpus is exempt."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
         return []
     tokens = format_si(run.summary.tokens, "tokens")
     return [
-        f"It passed {format_count(passes)} times over its training data, {tokens} in all; beyond "
-        f"{MAX_PASSES} times new text helps more."
+        f"{format_count(passes)} passes over the training data, {tokens} in total; beyond "
+        f"{MAX_PASSES} passes, new text helps more."
     ]
 
 
@@ -228,12 +228,12 @@ def _tiles(run: RunFiles) -> list[Tile]:
         Tile("Held-out loss", loss, f"{_measured_at(summary)}{basis_of(run.heldout)}; {entropy}"),
         Tile("Throughput", rates[0], f"summed over {ranks}{since}"),
         Tile(f"Per {_device(summary)}", rates[1], ranks),
-        Tile("Peak memory", format_gib(summary.peak_memory_gib), f"greatest of {ranks}{since}"),
+        Tile("Peak memory", format_gib(summary.peak_memory_gib), f"highest of {ranks}{since}"),
     ]
 
 
 def _score_tile(heldout: HeldOut) -> list[Tile]:
-    """Return the dev accuracy with its 95 % interval (Wilson 1927), beside that of a constant answer."""
+    """Return the dev accuracy with its 95 % interval (Wilson 1927), and that of a constant answer."""
     found = [name for name in heldout.scores or {} if name.startswith("dev") and name.endswith("/accuracy")]
     n = heldout.examples
     if len(found) != 1 or not n or (p := number((heldout.scores or {})[found[0]])) is None:
@@ -250,8 +250,8 @@ def _score_tile(heldout: HeldOut) -> list[Tile]:
 
 
 APART = (
-    "Losses with other vocabularies, masks or tasks do not compare; `bert-dp eval mlm RUN RUN... TEXT` "
-    "measures bits per byte, which do."
+    "Losses with other vocabularies, masks or tasks are not comparable; `bert-dp eval mlm RUN RUN... TEXT` "
+    "measures bits per byte, which are."
 )
 CURVES = (
     ("Throughput", "tokens_per_s", Axis("tokens/s, summed over all ranks", from_zero=True)),
@@ -259,7 +259,7 @@ CURVES = (
     ("Gradient norm", "grad_norm", Axis("L2 norm of the step's gradient, before clipping")),
     ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
 )
-"""Title, key in metrics.jsonl and y axis of the figures over the tokens."""
+"""Title, key in metrics.jsonl and y axis of the figures over tokens."""
 
 
 def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
@@ -273,8 +273,8 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
-    """Draw the training and the held-out loss, with that of a model without context. `runs`: comparable ones,
-    numbered on the page."""
+    """Plot training and held-out loss, and the losses of context-free models. `runs`: comparable runs with
+    their numbers on the page."""
     many = len(runs) > 1 or groups > 1
     style: Style = "dashed" if many else "both"
     lines, levels = [], {}
@@ -321,7 +321,7 @@ def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
 
 
 def _split(summary: Summary) -> dict[str, float]:
-    """Return the seconds of each part of the wall time that is known, of training by its own parts."""
+    """Return the seconds of each known part of the wall time, with training split into its parts."""
     seconds = dict(summary.time_s)
     if seconds:  # clocks of host and device may overlap a little
         named = sum(seconds.get(part, 0.0) for part in TRAIN_PARTS)
@@ -333,7 +333,7 @@ def _split(summary: Summary) -> dict[str, float]:
 
 
 def _numbers(runs: Sequence[RunFiles]) -> Table:
-    """Return a column for each run. Rows are joined by their labels: a failed run has some of its own."""
+    """Return a table with a column per run. Rows are joined by label, since failed runs have extra rows."""
     rows = []
     for topic, rows_of in TOPICS.items():
         columns = [{row.label: row for row in rows_of(run)} for run in runs]
@@ -367,12 +367,12 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
-    note = f"split and metric; {basis} in all"
+    note = f"split and metric; {basis} in total"
     for name, score in (measured.scores or {}).items():
         constant = measured.baseline.get(name)
         more = "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
         rows.append(value(score_name(name, measured), score, "decimals", f"{note}{more}"))
-    if measured.examples is None:  # the losses of a language model compare with these
+    if measured.examples is None:  # baselines for the loss of a language model
         for name, entropy, knows in _entropies(summary):
             gap = None if loss is None or entropy is None else entropy - loss
             side = "below" if gap is not None and gap < 0 else "above"
@@ -383,19 +383,19 @@ def _outcome(run: RunFiles) -> list[TableRow]:
 
 
 def _measured_at(summary: Summary) -> str:
-    """Name the step of the held-out loss where it is not the run's last one."""
+    """Return the step of the held-out loss as text, if it is not the run's last step."""
     if summary.heldout_step is None or summary.heldout_step == summary.step:
         return ""
     return f"at step {format_count(summary.heldout_step)}, "
 
 
 def _since(summary: Summary) -> str:
-    """Name the first step of rates, times and memory where an earlier start has taken others."""
+    """Return the first step of rates, times and memory as text, if an earlier start ran other steps."""
     return f", since step {format_count(summary.since_step)}" if summary.since_step else ""
 
 
 def _entropies(summary: Summary) -> list[tuple[str, float | None, str]]:
-    """Return the losses to compare a language model with: name, nats, and what the model knows."""
+    """Return baseline losses for a language model: (name, nats, description)."""
     return [
         ("unigram entropy", summary.unigram_entropy_nats, "no context"),
         ("ln V", summary.uniform_entropy_nats, "uniform guess"),
@@ -417,7 +417,7 @@ def _work(run: RunFiles) -> list[TableRow]:
     lost = f"{_share(summary.skipped_steps, summary.step)} of the steps; gradient norm not finite"
     compiled = None if summary.compiled is None else "compiled" if summary.compiled else "eager"
     precision = ", ".join(filter(None, [f"precision {summary.precision or NA}", compiled]))
-    spikes = value("loss spikes", summary.loss_spikes, "count", "logged losses far above the ones before")
+    spikes = value("loss spikes", summary.loss_spikes, "count", "logged losses far above the preceding ones")
     return [
         value("optimizer steps", summary.step, "count", step),
         value("samples", summary.samples, "count", "sequences over all ranks", console=False),
@@ -437,7 +437,7 @@ def _rates(run: RunFiles) -> list[TableRow]:
     over = f"summed over {_ranks(summary)}"
     rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
     each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
-    micro = f"micro batches of all replicas, {each} in a step"
+    micro = f"micro batches of all replicas, {each} per step"
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
@@ -472,7 +472,7 @@ def _times(run: RunFiles) -> list[TableRow]:
         rest = max(0.0, summary.command_s - wall)
         note = (
             f"the rest of {format_duration(summary.command_s)} from the command to the end of the last rank: "
-            "checks, data, starting and ending processes"
+            "checks, data, starting and stopping processes"
         )
         rows.append(value("start-up", rest, "duration", note))
     if parts:
@@ -485,7 +485,7 @@ def _times(run: RunFiles) -> list[TableRow]:
 
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
-    # of this start, as the energy is
+    # of this start only, like the energy
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
     each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
@@ -495,7 +495,7 @@ def _files(run: RunFiles) -> list[TableRow]:
         ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
         ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
     ]
-    memory = f"greatest of {_ranks(summary)}{since}"
+    memory = f"highest of {_ranks(summary)}{since}"
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
         *(words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in amounts),
@@ -504,7 +504,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     if summary.failed_saves:
         rows.append(value("failed saves", summary.failed_saves, "count", f"see the log{since}"))
     if summary.failed_writes:
-        note = "of logs and records: lines are missing"
+        note = "logs and records: lines are missing"
         rows.append(value("failed writes", summary.failed_writes, "count", note))
     return rows
 
@@ -535,7 +535,7 @@ TOPICS = {
     "Throughput": _rates,
     "Time (rank 0)": _times,
     "Resources and files": _files,
-    "Measured beside predicted": _predicted,
+    "Measured and predicted": _predicted,
 }
 
 
@@ -543,7 +543,7 @@ TOPICS = {
 
 
 def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
-    """Return the settings that differ, then the runs by their held-out loss, a table for comparable ones."""
+    """Return the settings that differ, then the runs by held-out loss, with a table per comparable group."""
     groups = _comparable(runs)
     settings, rows = [flat(run.config) for run in runs], []
     for key in sorted({key for setting in settings for key in setting}):
@@ -557,7 +557,7 @@ def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
 
 
 def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
-    """Group the runs whose losses compare: one task, one vocabulary, the same share of masked tokens."""
+    """Group runs with comparable losses: same task, vocabulary and share of masked tokens."""
     groups: dict[str, list[RunFiles]] = {}
     for run in runs:
         settings, tokenizer = flat(run.config), run.path / files.TOKENIZER
@@ -569,7 +569,7 @@ def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
 
 
 def _ranking(runs: Sequence[RunFiles]) -> Table:
-    """Return a row for each run, the lowest held-out loss first, with its difference to the first."""
+    """Return a table of runs, lowest held-out loss first, with the difference from the first."""
 
     def loss_of(run: RunFiles) -> float:
         loss = number(run.summary.heldout_loss)
@@ -588,24 +588,23 @@ def _ranking(runs: Sequence[RunFiles]) -> Table:
         ]
         rows.append(TableRow(run.name, cells))
     scores = [score_name(name, best.heldout) for name in best.heldout.scores or {}]
-    heads = ["held-out loss", "difference to the first", *scores, "tokens", "throughput"]
+    heads = ["held-out loss", "difference from the first", *scores, "tokens", "throughput"]
     return Table(rows, [*map(Column, heads)], corner="run")
 
 
 def _difference(best: RunFiles, run: RunFiles) -> TableCell:
-    """Return the difference of two held-out losses, with its interval where both measured the same
-    sequences."""
+    """Return the difference of two held-out losses, with its interval if both are of the same sequences."""
     a, b = best.summary.heldout_loss, run.summary.heldout_loss
     if a is None or b is None:
         return TableCell(NA)
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # else of another evaluation
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # else another evaluation
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"± 95 % over {count_of(len(apart), 'sequence')}: same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)
-    return TableCell(f"{b - a:+.4f}", "not of the same sequences")
+    return TableCell(f"{b - a:+.4f}", "different sequences")
 
 
 # --- words

@@ -1,1 +1,1 @@
-"""Benchmark how training scales: choose the runs, run them, compute figures from their records, show them."""
+"""Benchmark scaling: choose the runs, execute them, and report figures computed from their records."""

@@ -1,4 +1,4 @@
-"""Compute scaling.json from the files of a grid: efficiencies and their intervals in `_against`."""
+"""Compute scaling.json from the files of a grid; `_against` computes efficiencies and intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, Diagnosi
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
-CROSS_CHECK = 0.05  # share of a step by which two measures of one thing may differ
+CROSS_CHECK = 0.05  # maximum disagreement of two measurements, as a share of a step
 Facts = dict[str, Any]
 
 
@@ -57,22 +57,22 @@ def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
 
 
 class CellRuns:
-    """The repeats of one cell, and the figures that need no other cell."""
+    """Repeats of one cell, and figures that depend on no other cell."""
 
     def __init__(self, cell: GridCell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
         self.cell, self.repeats = cell, repeats
-        self.tokens = cell.global_batch * sequence_length  # of a step, over all ranks
+        self.tokens = cell.global_batch * sequence_length  # per step, over all ranks
         self.steps = [self._step_seconds(r) for r in repeats]
-        """[repeat][step]: seconds of a step of the whole job."""
+        """[repeat][step]: step times of the whole job, s."""
         self.mean_s = statistics.median([statistics.fmean(steps) for steps in self.steps])
         self.draws = stats.resampled_means(self.steps, seed)
         self.tokens_per_s = self.tokens / self.mean_s
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
-        """Return the step times of the slowest rank, because all ranks meet in every step.
+        """Return the step times of the slowest rank, since all ranks synchronize in every step.
 
-        Independent copies do not meet: the throughput of their job is the sum of theirs, its mean step the
-        harmonic mean of their mean steps. The weighted steps have that mean, and follow it to first order.
+        Independent copies do not synchronize: their throughputs add up, so the job's mean step is the
+        harmonic mean of their mean steps. The weighted steps have that mean, and vary with it to first order.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -84,9 +84,9 @@ class CellRuns:
         return [sum(w * s for w, s in zip(weights, ranks, strict=True)) for ranks in by_step]
 
     def part(self, name: str) -> float:
-        """Return the seconds of a part of a step, mean over ranks and steps of the middle repeat (or two).
+        """Return the seconds of a part of a step, averaged over ranks and steps of the median repeat(s).
 
-        Taking one repeat makes the parts sum to its step.
+        Using a single repeat makes the parts sum to the step.
         """
         order = sorted(range(len(self.steps)), key=lambda place: sum(self.steps[place]))
         middle = order[(len(order) - 1) // 2 : len(order) // 2 + 1]
@@ -94,14 +94,14 @@ class CellRuns:
         return statistics.fmean(statistics.fmean(s for rank in ranks for s in rank) for ranks in repeats)
 
     def share_interval(self, name: str) -> list[float] | None:
-        """Return the interval over the repeats of the share of a step that a part takes."""
+        """Return the interval, over repeats, of a part's share of a step."""
         totals = [[sum(map(sum, r.parts[part])) for part in (name, "step_s")] for r in self.repeats]
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the slowest rank's own work over the median of the others', paired within a repeat.
+        """Return the slowest rank's own work / median of the others, paired within a repeat.
 
-        Unknown where ranks meet in the forward pass: under fsdp, DeepSpeed and tensor parallelism.
+        Unknown if ranks synchronize in the forward pass: with fsdp, DeepSpeed and tensor parallelism.
         """
         ranks = range(self.cell.world_size)
         # [repeat][rank]
@@ -123,7 +123,7 @@ class CellRuns:
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
-    """Return the repeats of a cell, none if one failed, and the cell's status."""
+    """Return the repeats of a cell ([] if one failed) and the cell's status."""
     repeats, settings = [], grid.settings
     for place in range(settings.repeats):
         directory = run_dir(out, cell, place)
@@ -199,7 +199,7 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # of the steps that the device kept up with; near 1 it waits for the host
+        # over steps in which the device kept up; near 1, it waits for the host
         launch_fraction=mine.part("host_s") / mine.part("step_s") if on_gpu else None,
         launch_fraction_ci95=mine.share_interval("host_s") if on_gpu else None,
         **_loss(mine, single, settings.precision),
@@ -216,12 +216,12 @@ def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
 def _against(
     mine: CellRuns, single: CellRuns | None, ddp: CellRuns | None, ceiling: CellRuns | None
 ) -> Facts:
-    """Return efficiencies: the throughput over N x that of one rank, and over that of the ceiling."""
+    """Return efficiencies: throughput / (N x one rank's throughput), and throughput / ceiling throughput."""
     n = mine.cell.world_size
     out: Facts = {}
 
     def add(name: str, over: CellRuns, base: CellRuns | None, count: int = 1) -> None:
-        """Add the throughput of `over` over `count` x that of `base`, and its interval."""
+        """Add the ratio of throughputs, `over` / (`count` x `base`), and its interval."""
         if base is not None:
             interval = stats.ratio_interval(base.draws, over.draws, over.tokens / base.tokens / count)
             out[name], out[f"{name}_ci95"] = over.tokens_per_s / base.tokens_per_s / count, interval
@@ -238,10 +238,10 @@ def _against(
 
 
 def _split(mine: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
-    """Divide a mean step into its parts, seconds, mean over ranks.
+    """Split a mean step into its parts in seconds, averaged over ranks.
 
-    Exposed communication is what the passes and the optimizer's phase (where ZeRO-1 waits) take beyond those
-    of the ceiling, for as many tokens per rank.
+    Exposed communication is the extra time of the passes and of the optimizer phase (in which ZeRO-1 waits)
+    over the ceiling's, for the same tokens per rank.
     """
     whole, data, passes, optimizer = (
         mine.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -258,7 +258,7 @@ def _split(mine: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
 
 
 def _ddp_exposed(mine: CellRuns) -> float | None:
-    """Return the exposed share of a step by DDP's own samples, which exclude tensor parallelism."""
+    """Return the exposed share of a step by DDP's own samples; None with tensor parallelism."""
     if mine.cell.world_size == 1 or mine.cell.tensor > 1:
         return None
     counted = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
@@ -266,7 +266,7 @@ def _ddp_exposed(mine: CellRuns) -> float | None:
 
 
 def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the losses of the first repeat with one rank's: only a strong grid trains one model."""
+    """Compare the first repeat's losses with one rank's in a strong grid, which trains a single model."""
     if single is None or (mine.cell.mode, mine.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (mine, single))
@@ -278,10 +278,10 @@ def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Fac
 
 
 def _flags(cell: CellMeasurement) -> list[str]:
-    """Return the remarks that a reader needs before quoting the cell."""
+    """Return caveats to know before quoting the cell."""
     flags, skipped = [], cell.skipped_steps
     if skipped:
-        flags.append(f"{skipped} optimizer steps were skipped (gradient not finite), and count as steps")
+        flags.append(f"{skipped} optimizer steps were skipped (gradient not finite) but count as steps")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: one rank did not log the same steps")
     if cell.loss_agrees is False:
@@ -301,9 +301,9 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOSS_BOUND = 0.05  # share of a step that waits for data, of the ceiling, or of N x single, that is a loss
-LAUNCH_BOUND = 0.95  # host time of a step over the step
-GOOD = 0.95  # efficiency, at the low end of its interval, at which a cell scales
+LOSS_BOUND = 0.05  # share of a step (data wait), of the ceiling, or of N x single from which it is a loss
+LAUNCH_BOUND = 0.95  # host time / step time
+GOOD = 0.95  # a cell scales if its whole efficiency interval is above
 MEASURE_MORE = "more --repeats or --steps"
 
 EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
@@ -315,14 +315,14 @@ STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
 
 
 def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Return one diagnosis per cell of two ranks or more that ended, and one per mode and N of several
+    """Return one diagnosis per finished cell of two ranks or more, and one per mode and N with several
     engines."""
     runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
     return [*(diagnose_cell(cell) for cell in runs if cell.status != "pending"), *_compare_engines(runs)]
 
 
 def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
-    """Name the greatest loss of a cell."""
+    """Diagnose the largest loss of a cell."""
     if cell.status == "oom":
         hint = "lower batch.micro_size, or use zero1 or fsdp"
         return _diagnosis(cell, "out_of_memory", str(cell.cause), hint)
@@ -336,8 +336,8 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     low, high = cell.efficiency_ci95
     reached = f"efficiency {EFFICIENCY.text(cell)}"
     if low > 1:
-        evidence = f"{reached}: one rank alone was slower than each of these"
-        hint = "measure the baseline again, on the same machine in the same state"
+        evidence = f"{reached}: a single rank was slower than each of these"
+        hint = "measure the baseline again on the same machine in the same state"
         return _diagnosis(cell, "above_baseline", evidence, hint)
     if losses := sorted(_losses(cell), reverse=True):
         first, *others = losses
@@ -348,49 +348,49 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if low >= GOOD:
         return _diagnosis(cell, "scales", f"{reached}; no loss beyond its bound", "nothing")
     if cell.efficiency >= GOOD or high >= 1:
-        evidence = f"{reached} tells neither a loss nor {format_percent(GOOD)}, from which a cell scales"
+        evidence = f"{reached} shows neither a loss nor {format_percent(GOOD)}, the bound for scaling"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no loss has its whole interval beyond its bound"
-    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and look at the split of the step")
+    evidence = f"{reached}; no loss has an interval entirely beyond its bound"
+    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the split of the step")
 
 
 class _Loss(NamedTuple):
-    """A loss by one cause, whose whole interval lies beyond its bound."""
+    """A loss with one cause and an interval entirely beyond its bound."""
 
     share: float  # share of a step
     kind: DiagnosisKind
     evidence: str
     hint: str
-    detail: str = ""  # follows the words of the kind
+    detail: str = ""  # appended to the kind in words
 
 
 def _losses(cell: CellMeasurement) -> list[_Loss]:
     losses = []
     wait = cell.data_wait_fraction or 0.0
     if _is_above(cell.data_wait_fraction_ci95, LOSS_BOUND):
-        evidence = f"{_share_text(wait, cell.data_wait_fraction_ci95)} of a step waits for data"
+        evidence = f"{_share_text(wait, cell.data_wait_fraction_ci95)} of a step is spent waiting for data"
         losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
     rank, ratio = cell.straggler_rank, cell.straggler_ratio
     if ratio is not None and rank is not None:
-        compared = f"own work of rank {rank} over the others' median, before any reduction"
+        compared = f"own work of rank {rank} / median of the others, before any reduction"
         evidence = f"{compared}: {STRAGGLER.text(cell)}"
-        hint = "look at that device: clocks, links, who else uses it (bert-dp doctor)"
+        hint = "check that device: clocks, links, other users (bert-dp doctor)"
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
     ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
     if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - LOSS_BOUND):
-        copies = f"throughput of {cell.world_size} independent copies over that of as many single ranks"
+        copies = f"throughput of {cell.world_size} independent copies / ({cell.world_size} x a single rank)"
         evidence = f"{copies}: {CEILING.text(cell)}"
-        hint = "shared memory bandwidth, power or clocks, which no engine changes"
+        hint = "shared memory bandwidth, power or clocks: no engine can change these"
         losses.append(_Loss(1 - ceiling, "hardware_ceiling", evidence, hint))
     if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - LOSS_BOUND):
-        evidence = f"throughput over that of the ceiling: {COMMUNICATION.text(cell)}"
+        evidence = f"throughput / ceiling throughput: {COMMUNICATION.text(cell)}"
         if (counters := cell.exposed_comm_ddp_fraction) is not None:
             evidence += f" (lost by DDP's own counters: {format_percent(counters)} of a step)"
         hint = "more accumulation, 16-bit reduction, or a faster link"
         losses.append(_Loss(1 - sent, "communication_bound", evidence, hint))
     host = cell.launch_fraction
     if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
-        # the device then follows the host: what is not waiting for data is lost to launching
+        # the device then follows the host: time not spent waiting for data is lost to launching
         evidence = f"the host needs {_share_text(host, cell.launch_fraction_ci95)} of a step to enqueue it"
         losses.append(_Loss(host - wait, "launch_bound", evidence, "compile: on, or a larger micro batch"))
     return losses
@@ -409,8 +409,8 @@ def _share_text(share: float, interval: Sequence[float] | None) -> str:
 
 
 def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Name the fastest engine of each mode and N, if its throughput over each other's has its whole interval
-    above 1."""
+    """Find the fastest engine of each mode and N: the interval of its throughput ratio to every other engine
+    must be entirely above 1."""
     out = []
     for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
         ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]
@@ -424,7 +424,7 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
         text = f"{rates[best.id] / rates[beside.id]:.3f} [{low:.3f} to {high:.3f}]"
         if not is_measurable([low, high]):
             text = f"not measurable with {count_of(min(len(c.repeats) for c in ran), 'repeat')}"
-        evidence = f"throughput over that of {beside.id}: {text}"
+        evidence = f"throughput / throughput of {beside.id}: {text}"
         if near is None:
             detail = f" of {len(ran)} at N = {count}"
             out.append(_diagnosis(best, "fastest", evidence, "nothing", detail))
@@ -434,7 +434,7 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
 
 
 def _throughput_ratio(mine: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
-    """Return the interval of a ratio of throughputs, from the ends of both intervals of a sequence's time."""
+    """Return the interval of a throughput ratio, from the ends of both intervals of the time per sequence."""
     steps = [(cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf) for cell in (mine, other)]
     (low, high), (other_low, other_high) = steps
     batches = mine.global_batch / other.global_batch

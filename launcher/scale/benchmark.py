@@ -1,4 +1,4 @@
-"""`bert-dp scale`: a grid of real runs, its links, one rank's profile and matmul rate."""
+"""`bert-dp scale`: measure a grid of runs, its links, and one rank's profile and matmul rate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scale(
 ) -> int:
     """Run the benchmark and return the exit code. `predict` predicts the measured cells.
 
-    Raises ConfigError before any run starts, with every cell that cannot run.
+    Raises ConfigError, before any run starts, with the issues of all cells that cannot run.
     """
     setup = job.load(name, overrides)
     folder = setup.directory(how.out, "scaling")
@@ -63,7 +63,7 @@ def scale(
 
 
 def plan_of(grid: Grid) -> models.GridFile:
-    """Return grid.json, of JSON values only, so that it compares with what was read back."""
+    """Return grid.json with JSON values only, for comparison with a file read back."""
     return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
@@ -74,7 +74,7 @@ def plan_of(grid: Grid) -> models.GridFile:
 
 
 def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, cores: int) -> None:
-    """Log the cells and warnings before the first run. `cores`: of this machine."""
+    """Log the cells and warnings before the first run. `cores`: number of cores of this machine."""
     settings = grid.settings
     log(f"scaling benchmark: {folder}")
     log(
@@ -89,18 +89,18 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
-        reason = "the batch does not divide over as many copies, or they do not fit into memory"
-        log(f"warning: {mode}, {n} ranks: {reason}; no ceiling, and no exposed communication")
+        reason = "the batch does not divide among as many copies, or they do not fit in memory"
+        log(f"warning: {mode}, {n} ranks: {reason}; no ceiling and no exposed communication")
     for line in grid.displaced(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
-        log("warning: more CPU ranks than cores: efficiency says nothing about the program")
+        log("warning: more CPU ranks than cores: efficiency is meaningless")
 
 
 def measure(
     grid: Grid, output: Output[models.GridFile], log: Log
 ) -> tuple[models.Scaling, trials.SearchOutcome]:
-    """Return the grid's result with its verdicts, partial if a signal came."""
+    """Run the grid and return its result with verdicts, partial after a signal."""
     out = output.path
     facts, *_ = output.begin(grid.config)
     slots, launcher = [Slot()], grid.settings.launcher
@@ -112,14 +112,14 @@ def measure(
 
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
-    """Measure what an earlier call has not. Raises Stopped."""
+    """Measure everything not yet measured by earlier calls. Raises Stopped."""
     _run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
     _measure_device(grid, runs, log)
 
 
 def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
-    """Run every repeat that has not ended. A cell that failed or ran out of memory is not repeated."""
+    """Run every unfinished repeat. Cells that failed or ran out of memory are not repeated."""
     cells = {run_dir(runs.out, cell, repeat): cell for cell, repeat in grid.order()}
     pending = [
         Trial(path, grid.config_of(cell), cell.world_size, _cores(grid, cell.world_size))
@@ -149,13 +149,13 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
             text = f"{outcome.status}: {trials.cause(trial.directory)}"
         progress.ended(1.0, outcome.seconds, f"{trial.name}: {text}")
     for name, path in lost.items():
-        log(f"{name}: no result; to run it again remove {path}")
+        log(f"{name}: no result; to run it again, remove {path}")
 
 
 def cores_of(ranks: int, most: int) -> tuple[int, ...]:
-    """Return the cores for `ranks` CPU ranks, so that each has as many as one of `most` ranks.
+    """Return the cores for `ranks` CPU ranks, so that each has as many as with `most` ranks.
 
-    On a CPU the device is a share of the cores. All cores if there are fewer of them than ranks.
+    On a CPU, a device is a share of the cores. Returns all cores if there are fewer cores than `most`.
     """
     cores = tuple(sorted(os.sched_getaffinity(0)))
     share = len(cores) // most
@@ -167,21 +167,21 @@ def _cores(grid: Grid, ranks: int) -> tuple[int, ...] | None:
 
 
 def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes."""
+    """Write links-N.json: all-reduce times over each number of ranks for a sweep of sizes."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
         if results.find(path, models.MeasuredLink) is not None:
             continue
         log(f"links: all-reduce over {count} ranks at {len(SWEEP)} sizes")
         lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, SWEEP)])
-        if len(lines) == len(SWEEP):  # else the next call measures it again
+        if len(lines) == len(SWEEP):  # otherwise, the next call measures again
             points = [{**line, "seconds": line["seconds_median"]} for line in lines]
             link = {"world_size": count, "backend": lines[0]["backend"], "points": points}
             results.write(path, results.parse(link, models.MeasuredLink, path.name))
 
 
 def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write profile.json, the parts of one rank's step, and peak.json, the matmul rate of its device."""
+    """Write profile.json (parts of one rank's step) and peak.json (matmul rate of its device)."""
     config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})

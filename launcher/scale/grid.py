@@ -1,4 +1,4 @@
-"""Choose the runs of a scaling benchmark, and check each before any starts."""
+"""Choose the runs of a scaling benchmark, and check them all before the first one starts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from launcher.run.trials import timed_config, trial_precision
 from launcher.scale.models import CellKind, GridCell, Mode
 
 DISPLACED = {
-    "checkpoint.": "a measured run saves nothing",
-    "eval.": "a measured run evaluates nothing",
-    "log.": "a measured run logs as the benchmark needs it",
-    "batch.ramp_": "a cell has one batch",
-    "parallel.engine": "--engines chooses it",
-    "parallel.zero_stage": "--engines chooses it",
-    "parallel.tensor": "--tensor chooses it",
-    **{f"schedule.{name}": "--steps chooses it" for name in BUDGETS},
+    "checkpoint.": "measured runs save nothing",
+    "eval.": "measured runs do not evaluate",
+    "log.": "the benchmark sets the logging of its runs",
+    "batch.ramp_": "each cell has a constant batch",
+    "parallel.engine": "set by --engines",
+    "parallel.zero_stage": "set by --engines",
+    "parallel.tensor": "set by --tensor",
+    **{f"schedule.{name}": "set by --steps" for name in BUDGETS},
 }
-"""First part of a setting that a cell replaces -> the reason."""
+"""Prefix of a setting that cells override -> the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Settings:
     tensor: tuple[int, ...]
     launcher: str
     repeats: int
-    steps: int  # timed optimizer steps of a run
-    warm_up: int  # steps before them, which fill caches, pools and buckets and do not count
+    steps: int  # timed optimizer steps per run
+    warm_up: int  # untimed steps before them, which fill caches, pools and buckets
     accumulation: int | None  # micro batches per step in weak mode; None = 1
 
 
@@ -48,18 +48,18 @@ def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
 
 
 class Grid:
-    """The cells of `settings` for one configuration, and the issues of those that cannot run.
+    """Cells of `settings` for one configuration, and issues of cells that cannot run.
 
-    Weak: the micro batch and the accumulation of a rank stay, the global batch grows with the ranks. Strong:
-    the global batch of the configuration stays, the accumulation shrinks. Controls: `single` and ddp on one
-    rank; per mode and N a ceiling, N independent copies with the same samples per rank, if those divide and
-    fit.
+    Weak: micro batch and accumulation per rank are constant, the global batch grows with the ranks. Strong:
+    the global batch is constant, as configured, the accumulation shrinks. Controls: `single` and ddp on one
+    rank; per mode and N, a ceiling of N independent copies with the same samples per rank, if the batch
+    divides and they fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
         self.config, self.settings, self.on_gpu, self._machine = config, settings, on_gpu, machine
         engines = [engine.partition("-")[0] for engine in settings.engines]
-        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)  # precision of every cell
+        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)  # of every cell
         self.cells: list[GridCell] = []
         self.issues: list[Issue] = []
         for mode in settings.modes:
@@ -77,14 +77,14 @@ class Grid:
                 self._add(mode, "ceiling", "independent", ranks)
 
     def _add(self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1) -> None:
-        """Add a cell. One that cannot run is an issue unless it is a ceiling."""
+        """Add a cell. If it cannot run, add its issues instead, except for a ceiling."""
         split = f"-tp{tensor}" if tensor > 1 else ""
         cell_id = f"{mode}-{engine if kind == 'run' else kind}-n{ranks}{split}"
         try:
             config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
             memory = check_memory(config, ranks, self._machine, on_gpu=self.on_gpu)
-            # a compiled step on a GPU takes less than the estimate: only weights, gradients and state count
+            # a compiled step on a GPU needs less than estimated: only weights, gradients and state count
             if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
                 raise ConfigError(issues)
         except ConfigError as error:
@@ -110,13 +110,13 @@ class Grid:
         batch = self.config.batch
         if mode == "strong":
             return batch.global_size
-        if ranks % tensor:  # else the batch would follow a number of replicas that there is not
+        if ranks % tensor:  # otherwise the number of replicas would not be whole
             message = f"{tensor} does not divide {ranks} ranks"
             raise ConfigError([Issue("--tensor", "does_not_divide", message, tensor, "--nproc")])
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
     def _config(self, engine: str, tensor: int, global_size: int) -> Config:
-        """Return the user's configuration with the cell's values, which saves nothing."""
+        """Return the user's configuration with the cell's values and without checkpoints."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
         if "fsdp_replicas" not in engine_facts(name).settings:
@@ -134,14 +134,14 @@ class Grid:
         )
 
     def config_of(self, cell: GridCell) -> Config:
-        """Return the configuration that the ranks of a cell train."""
+        """Return the training configuration of a cell."""
         return self._config(cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
-        """Return a line for each of the user's `a.b=value` that has no effect on any cell."""
+        """Return a line per override `a.b=value` of the user that has no effect on any cell."""
         reasons = dict(DISPLACED)
         if "strong" not in self.settings.modes:
-            reasons["batch.global_size"] = "in weak mode it follows from the micro batch and the ranks"
+            reasons["batch.global_size"] = "in weak mode it is micro batch x accumulation x replicas"
         return [
             f"{name} has no effect: {reason}"
             for name in (item.partition("=")[0].strip() for item in overrides)
@@ -152,10 +152,10 @@ class Grid:
     def order(self) -> Iterator[tuple[GridCell, int]]:
         """Yield (cell, repeat).
 
-        Every repeat runs all cells once in an order of its own, so that a drift of the machine falls on all
-        of them; the order is the same in every call.
+        Every repeat runs all cells once in a separate random order, so that drift of the machine affects all
+        of them. The orders are the same in every call.
         """
-        draw = random.Random(len(self.cells))  # noqa: S311 (an order, no secret)
+        draw = random.Random(len(self.cells))  # noqa: S311 (an order, not a secret)
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):
                 yield cell, repeat

@@ -1,7 +1,7 @@
-"""Models of the files that `bert-dp scale` writes.
+"""Models of the files written by `bert-dp scale`.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. An interval is [low, high], of 95 %. null: not measured.
+are fractions. An interval is [low, high], 95 %. null: not measured.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a default)
@@ -17,7 +17,7 @@ from launcher.report.formats import format_interval, format_step_time
 from launcher.report.page import Quantity, Ratio, Table, TableCell, table
 from launcher.results import Count, Interval, PlanFile, Positive
 
-MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
+MEASURE_AGAIN = "remove it and rerun `bert-dp scale` to measure it again"
 
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
 Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
@@ -59,7 +59,7 @@ class GridCell(StoredModel):
 
 
 class GridFile(PlanFile):
-    """grid.json: the runs that a benchmark consists of."""
+    """grid.json: the runs of a benchmark."""
 
     settings: dict[str, Any]
     cells: list[dict[str, Any]]
@@ -67,7 +67,7 @@ class GridFile(PlanFile):
 
 
 class LinkPoint(StoredModel):
-    """One message size of an all-reduce."""
+    """Time of an all-reduce at one message size."""
 
     bytes: Bytes
     seconds: Seconds
@@ -88,7 +88,7 @@ class MeasuredGradient(StoredModel):
 
     name: str | None = None
     bytes: Bytes
-    ready_s: Share  # since the start of the backward pass
+    ready_s: Share  # from the start of the backward pass
 
 
 class StepProfile(StoredFile):
@@ -111,7 +111,7 @@ class StepProfile(StoredFile):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.backward_s > self.micro_s:
-            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.micro_s:g}")
+            raise ValueError(f"backward_s: {self.backward_s:g} exceeds micro_s, {self.micro_s:g}")
         return self
 
     @property
@@ -121,7 +121,7 @@ class StepProfile(StoredFile):
 
     @property
     def width(self) -> float:
-        """Return the bytes of a number."""
+        """Return the bytes per gradient element."""
         return self.size / self.parameters if self.parameters else 4.0
 
 
@@ -130,14 +130,14 @@ class Peak(StoredFile):
 
     hint: ClassVar[str] = MEASURE_AGAIN
     precision: str | None = None  # of the measured rate
-    matmul_flops: Positive | None = None  # the best of the measured shapes
+    matmul_flops: Positive | None = None  # best of the measured shapes
     datasheet_flops: float | None = None
 
 
 class ScalingSettings(StoredModel):
     """Options of the benchmark, and the model that was measured."""
 
-    steps: int | None = None  # timed optimizer steps of a run
+    steps: int | None = None  # timed optimizer steps per run
     warm_up: int | None = None  # steps before them
     repeats: int | None = None
     micro_batch: int | None = None
@@ -152,7 +152,7 @@ class ScalingSettings(StoredModel):
 
 
 class StepTime(StoredModel):
-    """Seconds of a step, of one repeat or over all of them."""
+    """Seconds per step, in one repeat or over all repeats."""
 
     median: Seconds | None = None
     p95: Seconds | None = None
@@ -171,18 +171,18 @@ class RepeatMeasurement(StoredModel):
 
 
 class SplitTime(StoredModel):
-    """Seconds of a mean step, mean over ranks."""
+    """Seconds of the parts of a mean step, mean over ranks."""
 
     data: float
     forward_backward: float
     exposed_comm: float | None = None
-    """null without a ceiling: then it is part of forward_backward and optimizer."""
+    """null without a ceiling; it is then included in forward_backward and optimizer."""
     optimizer: float
     other: float
 
 
 class CellMeasurement(GridCell):
-    """Figures of one cell; a cell that did not run to its end has none."""
+    """Figures of one cell; absent if the cell did not complete."""
 
     status: CellStatus
     cause: str | None = None
@@ -196,33 +196,33 @@ class CellMeasurement(GridCell):
     split_s: SplitTime | None = None
     data_wait_fraction: Share | None = None
     data_wait_fraction_ci95: Interval | None = None
-    speedup: float | None = None  # throughput over that of `single` on one rank
+    speedup: float | None = None  # throughput / throughput of `single` on one rank
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None
-    efficiency_ddp1: float | None = None  # against ddp on one rank
+    efficiency_ddp1: float | None = None  # relative to ddp on one rank
     efficiency_ddp1_ci95: Interval | None = None
     ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
-    """Throughput of as many independent copies over that of as many single ranks."""
+    """Throughput of N independent copies / (N x throughput of a single rank)."""
     ceiling_efficiency_ci95: Interval | None = None
-    communication_efficiency: float | None = None  # throughput over that of the ceiling
+    communication_efficiency: float | None = None  # throughput / throughput of the ceiling
     communication_efficiency_ci95: Interval | None = None
     exposed_comm_fraction: float | None = None  # by the ceiling
-    exposed_comm_ddp_fraction: float | None = None  # by DDP's own counters
+    exposed_comm_ddp_fraction: float | None = None  # by DDP's counters
     straggler_ratio: float | None = None
-    """Own work of the slowest rank over the median of the others', paired within a repeat; the geometric mean
-    over the repeats."""
+    """Own work of the slowest rank / median of the other ranks, paired within a repeat; geometric mean over
+    repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
-    """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
-    peak_memory_gib: float | None = None  # greatest over all ranks
-    mfu: float | None = None  # model FLOP/s over the data sheet's
-    mamfu: float | None = None  # model FLOP/s over the measured matmul rate
-    launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
+    """The slowest rank, if the whole interval is above 1.2 and it is the slowest in every repeat."""
+    peak_memory_gib: float | None = None  # highest of all ranks
+    mfu: float | None = None  # model FLOP/s / data-sheet FLOP/s
+    mamfu: float | None = None  # model FLOP/s / measured matmul rate
+    launch_fraction: float | None = None  # host time to enqueue a step / step time; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss_agrees: bool | None = None
-    loss_deviation: float | None = None  # greatest relative difference from one rank's
+    loss_deviation: float | None = None  # largest relative difference from one rank's
     skipped_steps: int | None = None
-    flags: list[str] = []  # remarks that a reader needs before quoting the cell
+    flags: list[str] = []  # caveats to know before quoting the cell
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -232,16 +232,16 @@ class CellMeasurement(GridCell):
 
     @property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a step of the whole job."""
+        """Return the mean step time of the whole job, s."""
         return self.step_time_s.mean if self.step_time_s else None
 
 
 class BottleneckDiagnosis(StoredModel):
-    """The greatest loss of a cell, or the fastest engine."""
+    """The largest loss of a cell, or the fastest engine."""
 
     cell: str
     kind: DiagnosisKind
-    verdict: str  # the kind in words
+    verdict: str  # `kind` in words
     evidence: str
     next: str  # the suggested fix
 
@@ -256,16 +256,16 @@ class PredictedSplit(StoredModel):
 
 
 class Lever(StoredModel):
-    """A change of settings, or a bound that names a loss."""
+    """A change of settings, or a bound on the gain from removing a loss."""
 
     lever: str
-    gain: float  # tokens/s with it over tokens/s now, less one
+    gain: float  # tokens/s with the change / tokens/s now - 1
     tokens_per_s: float
-    bound: bool = False  # it is no setting, but shows what is lost
+    bound: bool = False  # not a setting; shows the size of a loss
 
 
 class PredictedRow(StoredModel):
-    """The prediction for `world_size` GPUs."""
+    """Prediction for `world_size` GPUs."""
 
     world_size: int
     tensor: int = 1
@@ -282,13 +282,13 @@ class PredictedRow(StoredModel):
 
 
 class ComparedCell(StoredModel):
-    """A measured cell beside its prediction."""
+    """A measured cell and its prediction."""
 
     cell: str
     predicted_step_s: float
     measured_step_s: float | None = None
     ci95: Interval | None = None  # interval of the measured step, seconds
-    within: bool | None = None  # the prediction lies in it
+    within: bool | None = None  # is the prediction in the interval?
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None
@@ -310,7 +310,7 @@ class Prediction(StoredFile):
 class Scaling(StoredFile):
     """scaling.json: the result of `bert-dp scale`."""
 
-    hint: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
+    hint: ClassVar[str] = "rerun `bert-dp scale` with the same --out to rewrite it from its runs"
     schema_version: Literal[1] = 1
     status: Literal["complete", "partial"] = "complete"
     environment: dict[str, Any] = {}  # the machine, as in environment.json
@@ -337,7 +337,7 @@ class Scaling(StoredFile):
         return max(runs, key=lambda cell: cell.accumulation == self.settings.accumulation, default=None)
 
 
-# --- shown by `scale` and by `plan scaling`
+# --- table for `scale` and `plan scaling`
 
 COMPARED = (
     Quantity("predicted_step_s", "step predicted", "seconds"),
@@ -350,5 +350,5 @@ COMPARED = (
 
 
 def compared(prediction: Prediction, title: str = "") -> Table:
-    """Return each measured cell beside its prediction."""
+    """Return a table of the measured cells and their predictions."""
     return table([(row.cell, row) for row in prediction.measured], COMPARED, title=title, corner="cell")

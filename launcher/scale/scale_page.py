@@ -1,4 +1,4 @@
-"""Build the page and the console report of a scaling benchmark: its result, figures and verdicts."""
+"""Build the report of a scaling benchmark: result, figures and verdicts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
-LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
+LOG_FROM = 16  # largest N / smallest N above which the N axis is logarithmic
 LEVELS: dict[DiagnosisKind, Level] = {
     "out_of_memory": "fail",
     "failed": "fail",
@@ -45,7 +45,7 @@ LEVELS: dict[DiagnosisKind, Level] = {
     "not_measurable": "info",
     "intervals_overlap": "info",
     "no_single_cause": "info",
-}  # the others, which are losses, are warnings
+}  # all others are losses, shown as warnings
 SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
 EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
 PER_PEAK = (
@@ -60,13 +60,13 @@ SPLIT = {
     "other": "other",
 }
 RESULT_NOTE = (
-    "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
-    "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
-    "work of the slowest rank / median; memory: peak of the greatest rank. "
+    "Rates over all ranks; speed-up and efficiency (with 95 % interval): relative to single on one rank; "
+    "comm.: throughput / ceiling; exposed, data: share of a step spent waiting for gradients, for data; "
+    "slowest: own work of the slowest rank / median; memory: highest peak of any rank. "
     "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
-    "Whiskers: 95 % intervals over the repeats; points whose interval exceeds a factor of two are left out."
+    "Whiskers: 95 % intervals over repeats; points with an interval wider than a factor of two are omitted."
 )
 
 
@@ -112,22 +112,22 @@ def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
 
 
 def _ends(scaling: Scaling) -> list[Verdict]:
-    """Return how the grid ended, and the cells without a result that no diagnosis is about."""
+    """Return the status of the grid, and the cells without a result or a diagnosis."""
     ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
     lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
     done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(Verdict("warn", f"Partial: {done}, {pending} have not run yet."))
+        verdicts.append(Verdict("warn", f"Partial: {done}, {pending} not yet run."))
     if lost:
         causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
-        verdicts.append(Verdict("fail", f"{done}; these ended without one.", causes))
+        verdicts.append(Verdict("fail", f"{done}; these failed:", causes))
     return verdicts
 
 
 def _verdicts(scaling: Scaling) -> list[Verdict]:
-    """Return each diagnosis once with its cells, and the flags of cells; worst first."""
+    """Return each distinct diagnosis with its cells, and the cells' flags; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
         note = f"{found.cell}: {found.evidence}"
@@ -137,7 +137,7 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
         verdicts.append(Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes))
     if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
-        verdicts.append(Verdict("warn", "Flags: look at these numbers before using them.", flags))
+        verdicts.append(Verdict("warn", "Flags: check these numbers before using them.", flags))
     order: Sequence[Level] = ("fail", "warn", "ok", "info")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
 
@@ -149,7 +149,7 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     sheet = f"{scaling.settings.precision} data-sheet peak"
     peaks = [sheet if peak.datasheet_flops else "data-sheet peak unknown"]
     if peak.matmul_flops:
-        peaks.append(f"{peak.precision or ''} matmul peak measured here".lstrip())
+        peaks.append(f"{peak.precision or ''} measured matmul peak".lstrip())
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     speedup, efficiency, sent, *per_peak = (
         cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
@@ -166,7 +166,7 @@ def _tiles(scaling: Scaling) -> list[Tile]:
 
 
 def _result(scaling: Scaling) -> Table:
-    """Return the table of the run cells; a rate per peak that no cell has needs no column."""
+    """Return the table of the run cells, without MFU or MAMFU columns if no cell has a value."""
     runs = _runs(scaling)
     columns = [
         Quantity("world_size", "N", "count"),
@@ -185,7 +185,7 @@ def _result(scaling: Scaling) -> Table:
 
 
 def _agreement(scaling: Scaling) -> list[str]:
-    """Say how far the losses of a strong grid agree: weak scaling trains another model at every N."""
+    """Describe the agreement of a strong grid's losses. Weak scaling trains another model at every N."""
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []
@@ -194,14 +194,14 @@ def _agreement(scaling: Scaling) -> list[str]:
         max(cell.loss_deviation or 0 for cell in compared),
     )
     losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
-    return [f"{losses}; greatest relative deviation {format_lr(deviation)}."]
+    return [f"{losses}; largest relative deviation {format_lr(deviation)}."]
 
 
 # --- figures
 
 
 def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[CellMeasurement]]:
-    """Return the run cells of each engine and tensor size, which make one line, by number of ranks."""
+    """Return the run cells by engine and tensor size (one line each), ordered by number of ranks."""
     groups: dict[str, list[CellMeasurement]] = {}
     for cell in sorted(_runs(scaling), key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
@@ -216,7 +216,7 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
 
 
 def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
-    """Return a line of efficiency with its interval for each engine; `times_n` makes it a speed-up."""
+    """Return a line of efficiency with intervals per engine; `times_n` converts it into a speed-up."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
         value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
@@ -230,7 +230,7 @@ def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]
 
 
 def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
-    """Return the line of the ceiling, which all engines of a mode share."""
+    """Return the line of the ceiling, common to all engines of a mode."""
     cells = [cell for cell in _runs(scaling) if cell.mode == mode]
     heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
     points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
@@ -244,7 +244,7 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
     lines = [ideal, *_ceiling_line(scaling, mode, times_n=True), *_lines(scaling, mode, times_n=True)]
     label = "speed-up, throughput / throughput of one rank"
     y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
-    note = f"{BANDS} Ceiling: as many ranks with every collective off."
+    note = f"{BANDS} Ceiling: the same number of ranks without any collectives."
     return Figure(f"Speed-up, {mode} scaling", lines, x, y, note=note)
 
 
@@ -260,7 +260,7 @@ def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
 
 
 def _step_split(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw a step of each run cell in its parts; an unknown part is not drawn."""
+    """Plot the parts of each run cell's step, without unknown parts."""
     cells = [cell for cells in _groups(scaling, mode).values() for cell in cells if cell.split_s]
     parts = {name: [finite(at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
@@ -270,7 +270,7 @@ def _step_split(scaling: Scaling, mode: Mode) -> Figure:
         Axis("time of a step", "seconds"),
         Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
-        note="A timed step, mean over the ranks. Exposed communication is what the ceiling does not have.",
+        note="Timed steps, mean over ranks. Exposed communication: time beyond that of the ceiling.",
     )
 
 
@@ -281,5 +281,5 @@ def _bandwidth(scaling: Scaling) -> Figure:
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
         lines.append(Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both"))
     x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
-    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
+    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, the rate on the slowest link."
     return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

@@ -1,4 +1,4 @@
-"""`bert-dp tune`: find the micro batch and the learning rate by short real runs."""
+"""`bert-dp tune`: choose the micro batch and the learning rate by short training runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ PLAN = "plan.json"
 
 
 class SearchPlan(results.PlanFile):
-    """plan.json: the options that a search was begun with."""
+    """plan.json: the options with which a search was started."""
 
     settings: dict[str, Any]
 
 
 def search_output(folder: Path, config: Config, settings: dict[str, Any], *grows: str) -> Output[SearchPlan]:
-    """Return the output directory of a search. Only the settings `grows` may be greater in a later call."""
+    """Return the output directory of a search. A later call may increase only the settings `grows`."""
     plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
     fixed = ("config_hash", "settings")
     return Output(folder, "search", PLAN, plan, fixed, tuple(f"settings.{name}" for name in grows))
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return the configuration with these settings of its sections. They are not checked."""
+    """Return the configuration with these settings, by section, without checking them."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
 

@@ -1,6 +1,6 @@
-"""`bert-dp tune batch`: find the micro batch by real runs, then measure the gradient noise scale.
+"""`bert-dp tune batch`: choose the micro batch by short runs, then measure the gradient noise scale.
 
-`resolve_auto_batch` does it for `batch.micro_size: auto`, in the cache or by a search.
+`resolve_auto_batch` resolves `batch.micro_size: auto`, from the cache or by a search.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from launcher.tune.throughput import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-MAX_BUDGETS = 1.25  # of trials, after which none starts
-CURVE_SHARE = 0.85  # of the budget; the noise scale takes the rest
-STEPS_SHARE = 0.5  # of the budget, that the steps of MIN_SIZES runs may take
+MAX_BUDGETS = 1.25  # no trial starts after this multiple of the budget
+CURVE_SHARE = 0.85  # of the budget; the rest is for the noise scale
+STEPS_SHARE = 0.5  # of the budget, for the steps of MIN_SIZES runs
 MEMORY_STEPS = 3
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
-MEMORY_TRIAL_SHARE = 0.1  # of the budget, that the second memory trial may take
+MEMORY_TRIAL_SHARE = 0.1  # of the budget, for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # of the present limit over that of a search that memory bounded
-GUARD_GIB = 1.0  # address space above a rank's memory that is private and never touched
+MAX_MEMORY_RATIO = 1.1  # current limit / limit of an earlier search that was limited by memory
+GUARD_GIB = 1.0  # private address space that a rank never touches, added to its memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +82,13 @@ class BatchOptions:
 
     nproc: str  # auto or a number
     budget_s: float
-    memory_gib: float | None  # of a rank; None: what its device has free, or its share of the host
+    memory_gib: float | None  # of a rank; None: free device memory, or its share of the host's
     launcher: str
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSearchSpec:
-    """The configuration and the limits of a search."""
+    """Configuration and limits of a search."""
 
     config: Config
     options: BatchOptions
@@ -115,11 +115,11 @@ class BatchSearchSpec:
 
     @property
     def latest_s(self) -> float:
-        """Return the seconds of trials after which none starts."""
+        """Return the total seconds of trials beyond which no other starts."""
         return MAX_BUDGETS * self.options.budget_s
 
     def formula_gib(self, micro: int) -> float:
-        """Estimate the peak of a rank."""
+        """Estimate the peak memory of a rank."""
         parts = cost.memory_estimate_gib(with_micro(self.config, micro), self.precision, self.ranks)
         return sum(parts.values())
 
@@ -128,7 +128,7 @@ class BatchSearchSpec:
 
 
 def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions, how: VerbOptions) -> int:
-    """Run the search. Raises ConfigError with every problem of the input before any trial starts."""
+    """Run the search. Raises ConfigError with all issues of the input before any trial starts."""
     from launcher.tune.tune_page import batch_page
 
     setup = load(name, overrides)
@@ -143,7 +143,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide it: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first one shows how many the budget affords")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first one shows how many fit in the budget")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
 
@@ -156,17 +156,17 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the configuration with any micro batch. Raises ConfigError, also if `overrides` name one."""
+    """Load the configuration with any micro batch. Raises ConfigError, also if `overrides` set one."""
     batch = parse_overrides(overrides).get("batch")
     micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
     if micro != "auto":
-        message, hint = "the search chooses it", "leave it out"
+        message, hint = "the search chooses it", "omit it"
         raise ConfigError([Issue("batch.micro_size", "no_effect", message, value=micro, hint=hint)])
     return job.load(name, [*overrides, "batch.micro_size=1"], run_dir)
 
 
 def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
-    """Return what these options search. Raises ConfigError."""
+    """Return the search specified by these options. Raises ConfigError."""
     config, on_gpu, limit = setup.config, setup.gpus > 0, options.memory_gib
     ranks = setup.choose_ranks(options.nproc)
     sizes = tuple(throughput.dividing_sizes(config, ranks))
@@ -174,7 +174,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
     if limit is None:
         limit, _ = setup.machine.rank_memory(ranks, on_gpu)
     elif not 0 < limit < math.inf:
-        hint = "give a number above 0"
+        hint = "use a number above 0"
         issues.append(Issue("--memory", "out_of_range", f"{limit} GiB", value=limit, hint=hint))
     if issues:
         raise ConfigError(issues)
@@ -183,13 +183,13 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 
 
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
-    """Return the output directory of a search. A greater budget goes on with it."""
+    """Return the output directory of a search. A larger budget resumes it."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
     return search_output(folder, spec.config, settings, "budget_s")
 
 
 def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tuple[TuneBatch, int]:
-    """Run the search, or go on with it; return tune.json and the exit code."""
+    """Run or resume the search; return tune.json and the exit code."""
     out, (facts, *_) = output.path, output.begin(spec.config)
     launcher = spec.options.launcher
     with trials.runner(out, [Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
@@ -202,21 +202,21 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
 
 
 class BatchSearch:
-    """Search of the micro batch. `result` can be called at any time, also for a search that was stopped.
+    """Search for the micro batch. `result` can be called at any time, even if the search was stopped.
 
-    Every decision follows from the trials' records, so a search that goes on decides the same.
+    All decisions depend only on the trials' records, so a resumed search makes the same ones.
     """
 
     def __init__(self, spec: BatchSearchSpec, runner: Runner, log: Log):
         self.spec, self._runner, self._log = spec, runner, log
         self.memory_trials: list[BatchTrial] = []
-        self.trials: list[BatchTrial] = []  # timed ones, in their order
+        self.trials: list[BatchTrial] = []  # timed trials, in order
         self.sizes: list[int] = []  # micro batches that were timed, ascending
-        self.samples = 0  # of a step of a timed trial
+        self.samples = 0  # sequences per step of a timed trial
         self.line: MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
-        self._startup_s = self._sequence_s = 0.0  # of a trial beside its steps; of a sequence at best
+        self._startup_s = self._sequence_s = 0.0  # of a trial without its steps; minimum of a sequence
         self._limited_by: Literal["memory", "budget", "global batch"] = "global batch"
 
     def run(self) -> None:
@@ -231,10 +231,10 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, trials: list[BatchTrial]) -> BatchTrial:
-        """Judge a trial by its peak, add it to `trials`, count its time and draw the memory line anew."""
+        """Check a trial's peak, add it to `trials`, count its time and refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
-            reason = f"its peak of {format_gib(peak)} is above the {format_gib(limit)} of a rank"
+            reason = f"its peak of {format_gib(peak)} exceeds the {format_gib(limit)} of a rank"
             trial = trial.model_copy(update={"status": "over", "reason": reason})
         trials.append(trial)
         self.used_s += trial.seconds
@@ -249,18 +249,18 @@ class BatchSearch:
     # --- memory
 
     def _measure_memory(self) -> None:
-        """Run a few steps of the smallest size and of a larger one, and draw the line.
+        """Run a few steps of the smallest size and of a larger one, and fit the line.
 
-        The larger one is the largest that takes at most half of the memory that the smallest leaves, by the
-        formula, and a tenth of the budget; if there is none, the second smallest if it fits.
+        The larger one is the largest that needs, by the formula, at most half of the memory left by the
+        smallest, and a tenth of the budget; if there is none, the second smallest if it fits.
         """
         smallest, *larger = self.spec.sizes
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
         if (peak := first.peak_gib) is None:
-            raise TrialsFailed(f"micro batch {smallest} does not run: {first.reason}")
+            raise TrialsFailed(f"micro batch {smallest} failed: {first.reason}")
         affords = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
         self._log(
-            f"a trial takes {self._startup_s:.1f} s to start: the budget has time for {affords} more at most"
+            f"a trial takes {self._startup_s:.1f} s to start: the budget has time for at most {affords} more"
         )
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
@@ -271,11 +271,11 @@ class BatchSearch:
             fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
-        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for it and for a size
+        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for it and for one size
         if has_time and (cheap := [micro for micro in larger if is_cheap(micro)]):
             self._memory_trial(cheap[-1])
         if line := self.line:
-            text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
+            text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB per sequence"
             usable = "" if limit is None else f"; usable: {MEMORY_SHARE:.0%} of {format_gib(limit)}"
             self._log(text + usable)
 
@@ -288,13 +288,13 @@ class BatchSearch:
         return self._add(trial, self.memory_trials)
 
     def _choose_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Return those of `sizes` to time: they fit in memory and in the budget. Raises TrialsFailed."""
+        """Choose the sizes to time by memory and budget. Raises TrialsFailed."""
         spec = self.spec
         fitting = [micro for micro in sizes if self._fits(micro)]
         if not fitting and self.line is not None:
             peak, limit = format_gib(self.line.gib(sizes[0])), format_gib(spec.limit_gib)
             raise TrialsFailed(
-                f"micro batch {sizes[0]} takes {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
+                f"micro batch {sizes[0]} needs {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
                 "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
         most_s = STEPS_SHARE * spec.options.budget_s / min(MIN_SIZES, len(fitting))
@@ -312,14 +312,14 @@ class BatchSearch:
     # --- throughput
 
     def _first_round(self, sizes: Sequence[int]) -> None:
-        """Run every size once, ascending, while the line through the last two says that the next one fits."""
+        """Run every size once, ascending, while the next one fits by the line through the last two."""
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
-        self._log(f"throughput: micro batches {', '.join(map(str, sizes))}, {self.samples} sequences a step")
+        self._log(f"throughput: micro batches {', '.join(map(str, sizes))}; {self.samples} sequences/step")
         for micro in sizes:
             if self.used_s > self.spec.latest_s:
-                if not self.sizes:  # what was to show the memory is all that is timed
+                if not self.sizes:  # only the memory trials were timed
                     self._log(
-                        "no time is left for timed runs; a greater --budget goes on with this directory"
+                        "no time is left for timed runs; resume in this directory with a larger --budget"
                     )
                     self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
                     self.sizes = sorted({trial.micro_batch for trial in self.trials})
@@ -360,7 +360,7 @@ class BatchSearch:
         return trial
 
     def _timed_steps(self, runs: int) -> int:
-        """Return the steps of a run: as long as its start-up if the budget allows it for a whole round."""
+        """Return the steps of a run: as long as its start-up if the budget allows that for a whole round."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
         return min(throughput.MAX_STEPS, max(MIN_STEPS, int(each_s / step_s)))
@@ -403,11 +403,9 @@ class BatchSearch:
         self.used_s += seconds
 
     def _no_noise(self, micro: int, steps: int) -> str | None:
-        """Return the reason that the noise scale cannot be measured, if there is one."""
+        """Return the reason why the noise scale cannot be measured; None if it can."""
         if steps < MIN_NOISE_STEPS:
-            return (
-                f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps it takes; raise --budget"
-            )
+            return f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps needed; raise --budget"
         config = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True})
         try:
             batch_layout(config, self.spec.ranks)
@@ -418,7 +416,7 @@ class BatchSearch:
     # --- trials: runs of the user's configuration at another batch
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
-        """Run steps of `samples` sequences, or read those that an earlier call ran. Raises Stopped."""
+        """Run steps of `samples` sequences, or read the steps of an earlier call. Raises Stopped."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runner.run_one(trial)
         facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
@@ -432,7 +430,7 @@ class BatchSearch:
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale over steps of the declared batch; return also the seconds."""
+        """Measure the noise scale over `steps` declared batches. Returns the seconds and the scale."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
         outcome, summary = self._runner.run_one(trial), read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
@@ -440,7 +438,7 @@ class BatchSearch:
         return outcome.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
-        """Return the user's configuration at this batch for so many steps; nothing is saved."""
+        """Return a trial of the user's configuration at this batch for `steps` steps, without checkpoints."""
         spec, guard = self.spec, None
         config = timed_config(
             spec.config,
@@ -452,17 +450,17 @@ class BatchSearch:
             precision=spec.precision,
         )
         if not spec.on_gpu and spec.limit_gib is not None:
-            # An allocation above it fails in the rank, before the machine's out-of-memory killer acts.
+            # A larger allocation fails in the rank before the out-of-memory killer acts.
             guard = int((spec.limit_gib + GUARD_GIB) * GIB)
         return Trial(self._runner.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
     # --- the result
 
     def choice(self) -> BatchChoice | None:
-        """Return the choice by all runs so far; None if no size ran."""
+        """Choose a size from all runs so far; None if no size ran."""
         if not (rates := self.rates()):
             return None
-        # a GPU's memory serves nothing else, so there the fastest is taken
+        # a GPU's memory has no other use, so choose the fastest size there
         share = 1.0 if self.spec.on_gpu else throughput.MIN_SHARE_OF_BEST
         micro, fastest, not_settled = throughput.choose_size(rates, share)
         rate = throughput.mean_rate(rates, micro)
@@ -526,9 +524,9 @@ def resolve_auto_batch(
 ) -> tuple[list[str], int]:
     """Return the overrides with a number for `batch.micro_size: auto`, and the exit code of the search.
 
-    A resumed run keeps its own size. The search is kept in the cache, so a stopped one goes on. A dry run
-    starts none: without a cached search it shows the smallest size. Raises ConfigError, also for steps or
-    ranks of `profile` that the run does not have.
+    A resumed run keeps its size. The search is cached, so a stopped one is resumed. A dry run does not
+    search: without a cached result it shows the smallest size. Raises ConfigError, also for steps or ranks of
+    `profile` that the run does not have.
     """
 
     def found(size: int, origin: str) -> tuple[list[str], int]:
@@ -536,9 +534,9 @@ def resolve_auto_batch(
         return [*overrides, f"batch.micro_size={size}"], 0
 
     if run_dir is not None and (run_dir / "config.yaml").exists():
-        return found(load_config(run_dir / "config.yaml").batch.micro_size, "as this run has it")
+        return found(load_config(run_dir / "config.yaml").batch.micro_size, "as in this run")
     if resume not in ("auto", "never") and (earlier := files.newest_checkpoint_facts(Path(resume))):
-        return found(resolve([earlier[1].config]).batch.micro_size, "as the run of --resume has it")
+        return found(resolve([earlier[1].config]).batch.micro_size, "as in the run of --resume")
     setup = load(name, overrides, run_dir)
     options = BatchOptions(nproc, AUTO_BUDGET_S, None, launcher)
     spec = search_spec(setup, options)
@@ -554,7 +552,7 @@ def resolve_auto_batch(
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
-        return found(spec.sizes[0], f"for this dry run; a search of {minutes} would find the best")
+        return found(spec.sizes[0], f"for this dry run; a real run searches {minutes} for the best size")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))
@@ -566,7 +564,7 @@ def resolve_auto_batch(
 
 
 def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
-    """Hash everything that decides the speed and the memory of a micro batch, but the micro batch itself.
+    """Hash everything that affects the speed and memory of a micro batch, except the micro batch itself.
 
     `machine` is `Environment.to_json()`.
     """
@@ -579,7 +577,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # it needs two batches
+        "log": {"noise_scale"},  # needs two batches
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)
@@ -588,9 +586,9 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
 
 
 def still_holds(search: TuneBatch, limit_gib: float | None) -> bool:
-    """Return True if a search is complete and its choice holds with this memory limit.
+    """Return True if a search is complete and its choice is valid for this memory limit.
 
-    Its peak must be below the limit, and if memory bounded the search, there must hardly be more of it now.
+    The peak must be within the limit, and if memory limited the search, the limit must not be much higher.
     """
     choice, before_gib = search.choice, search.memory_limit_gib
     if search.status != "complete" or choice is None:

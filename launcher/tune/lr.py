@@ -1,4 +1,4 @@
-"""`bert-dp tune lr`: find the learning rate by short complete runs."""
+"""`bert-dp tune lr`: choose the learning rate by short complete runs."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from launcher.run.trials import (
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
-SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
+SHORT_RATIO = 8  # whole run / run of the first rung; also the minimum steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
-RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
+RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""Tokens/s of a trial of so many ranks, and the factor of its 95 % interval; None where it is not known."""
+"""Tokens/s of a trial with this many ranks, and the factor of the 95 % interval; None if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LrSearchSpec:
-    """The configuration, the data and the devices of a search."""
+    """Configuration, data and devices of a search."""
 
     config: Config
     options: LrOptions
-    ranks: int  # ranks of a trial
+    ranks: int  # ranks per trial
     shards: Path
     unigram: float | None  # unigram entropy of the data, nats
-    at_a_time: int  # trials that run at a time
+    at_a_time: int  # number of concurrent trials
     precision: str  # precision of every trial
 
     @property
@@ -83,9 +83,9 @@ def tune_lr(
     how: VerbOptions,
     predict: Predict = lambda setup, ranks: None,
 ) -> int:
-    """Run the search and return the exit code. `predict`: of a dry run.
+    """Run the search and return the exit code. `predict` is used by a dry run.
 
-    Raises ConfigError with every problem of the input before any trial starts.
+    Raises ConfigError with all issues of the input before any trial starts.
     """
     from launcher.tune.tune_page import lr_page
 
@@ -103,7 +103,7 @@ def tune_lr(
     log(f"learning rate search: {folder}")
     log(
         f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
-        f"{count_of(options.seeds, 'seed')} at all of it; {layout}"
+        f"{count_of(options.seeds, 'seed')} at full length; {layout}"
     )
     if how.dry_run:
         log(length_text(setup, options, ranks, predict))
@@ -116,7 +116,7 @@ def tune_lr(
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
-    """Return (trials, share of the tokens of a whole run) of both rungs."""
+    """Return (trials, share of a whole run's tokens) for both rungs."""
     whole_runs = FINALISTS * options.seeds + 1  # one neighbour of the best included
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
@@ -127,13 +127,13 @@ def trial_count(options: LrOptions) -> int:
 
 
 def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot]:
-    """Divide the devices among the trials that may run at a time."""
+    """Divide the devices among concurrent trials."""
     cores, most = int(setup.machine.usable_cores), max(options.rates, FINALISTS * options.seeds)
     return trials.device_slots(ranks, gpus=setup.gpus, cores=cores, most=most)
 
 
 def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
-    """Describe the length of a search that is not begun: in whole runs, and in time as far as it is known."""
+    """Describe the length of a search before it starts: in whole runs, and in time if the speed is known."""
     config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
     rungs, tokens = planned(options), options.tokens or full_tokens(config)
     runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
@@ -142,44 +142,44 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
     trials_text = f"{trial_count(options)} trials, {at_a_time} at a time"
     text = f"a range test of {steps}, then {trials_text}: as long as {runs:.1f} runs of {of}"
     if options.budget_s is not None:
-        return f"{text}, shortened to {format_duration(options.budget_s)} in all"
+        return f"{text}, shortened to {format_duration(options.budget_s)} in total"
     if tokens is None and config.schedule.hours:
         return f"{text}, {format_duration(runs * config.schedule.hours * 3600)}"
     rate = predict(setup, ranks)
     if rate is None or tokens is None:
-        return f"{text}; the range test measures their speed"
+        return f"{text}; the range test will measure their speed"
     seconds, factor = runs * tokens / rate[0], rate[1]
     between = f"{format_duration(seconds / factor)} to {format_duration(seconds * factor)}, 95 %"
-    return f"{text}, {format_duration(seconds)} ({between}) and the starts"
+    return f"{text}, {format_duration(seconds)} ({between}) plus start-up"
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return why whole runs are too short for two rungs; `tokens`: as measured for a budget in hours."""
+    """Check that whole runs are long enough for two rungs. `tokens`: as measured, for a budget in hours."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in METERED:
-        message, hint = f"is needed for a budget in {unit}", "give the tokens of a whole run"
+        message, hint = f"required for a budget in {unit}", "pass the tokens of a whole run"
         return [Issue("--tokens", "missing", message, None, f"schedule.{unit}", hint)]
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
-    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps, of which the first rung takes one"
-    setting, hint = "--tokens" if options.tokens else "schedule", f"give at least {least:,}"
+    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps; the first rung is 1/{SHORT_RATIO}"
+    setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,}"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return why rates cannot be searched on this data, which decides the tokens of schedule.epochs."""
+    """Check that rates can be searched on this data; the data sets the tokens of schedule.epochs."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
-        issues.append(Issue("data", "missing", "no documents are held out to choose the rate by", hint=hint))
+        issues.append(Issue("data", "missing", "no documents are held out for choosing the rate", hint=hint))
     return issues
 
 
 def measure(
     setup: job.Job, options: LrOptions, ranks: int, output: Output[SearchPlan], log: Log
 ) -> tuple[TuneLr, int]:
-    """Run the search, or go on with it; return tune.json, partial after a signal, and the exit code."""
+    """Run or resume the search; return tune.json (partial after a signal) and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
     facts, shards, manifest = output.begin(config, lambda m: data_issues(config, options, m))
     slots = slots_of(setup, options, ranks)
@@ -204,9 +204,9 @@ def measure(
 
 
 class LrSearch:
-    """Search of the rate. `range_test` and `rungs` hold what was measured, also when the search is stopped.
+    """Search for the learning rate. `range_test` and `rungs` contain all measurements, even if it is stopped.
 
-    Every decision follows from the trials' records, so a search that goes on decides the same.
+    All decisions depend only on the trials' records, so a resumed search makes the same ones.
     """
 
     def __init__(self, spec: LrSearchSpec, runs: Runner, log: Log):
@@ -214,7 +214,7 @@ class LrSearch:
         self.range_test: RangeTest | None = None
         self.tokens: int | None = None  # of a whole run
         self.rungs: list[Rung] = []
-        self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # as the range test measured
+        self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # measured by the range test
         self._progress = Progress([], log)
 
     def run(self) -> None:
@@ -228,7 +228,7 @@ class LrSearch:
         self.train_rungs(test, tokens)
 
     def train_rungs(self, test: RangeTest, tokens: int) -> None:
-        """Train short runs of a ladder of rates, then whole runs of the best. Raises TrialsFailed."""
+        """Train short runs at a ladder of rates, then whole runs at the best ones. Raises TrialsFailed."""
         first = self._open_rung("first", tokens // SHORT_RATIO, self.spec.seeds[:1])
         ladder = lr_search.first_ladder(test, self.spec.options.rates)
         while more := lr_search.next_short_rates(first, ladder, test.edge):
@@ -242,11 +242,11 @@ class LrSearch:
             raise TrialsFailed("no rate of the last rung can be chosen")
 
     def _test_range(self) -> RangeTest:
-        """Train while the rate rises. Raises TrialsFailed if nothing trains."""
+        """Run the range test: train at rising rates. Raises TrialsFailed if there are no losses."""
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
         trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
-        self._log(f"range test: {steps} steps, the rate rising from 1e-4 to 1")
+        self._log(f"range test: {steps} steps, with the rate rising from 1e-4 to 1")
         outcome, directory = self._runs.run_one(trial), trial.directory
         lines = files.read_lines(directory / "metrics.jsonl")
         points = [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]
@@ -260,21 +260,21 @@ class LrSearch:
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
     def _choose_tokens(self) -> int:
-        """Return the tokens of a whole run, and log what is about to run. Raises ConfigError."""
+        """Return the tokens of a whole run, and log the planned trials. Raises ConfigError."""
         spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
-        reason = "as asked" if options.tokens else "the configuration's"
+        reason = "as requested" if options.tokens else "from the configuration"
         if tokens is None:
             hours = config.schedule.hours or 0.0
             tokens = round(hours * 3600 * self._tokens_per_s)
             speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(spec.ranks, 'rank')}"
-            reason = f"{hours:g} h at the measured {speed}; for more ranks give --tokens"
+            reason = f"{hours:g} h at the measured {speed}; for more ranks, pass --tokens"
         tokens = whole_steps(config, tokens)
         left_s = math.inf if options.budget_s is None else options.budget_s - self._range_s
         if (whole_s := self._rungs_s(tokens)) > left_s:
             fixed_s = self._rungs_s(0)
             share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
-            reason = f"instead of {tokens:,}, for --budget; shorter runs like higher rates"
+            reason = f"instead of {tokens:,}, to fit --budget; shorter runs favour higher rates"
             tokens = whole_steps(config, math.floor(share * tokens))
             tokens = max(SHORT_RATIO * step_tokens(config), tokens)
         if issues := length_issues(config, options, tokens):
@@ -296,11 +296,11 @@ class LrSearch:
     def _open_rung(self, name: str, tokens: int, seeds: list[int]) -> Rung:
         rung = Rung(tokens=whole_steps(self.spec.config, tokens), seeds=seeds)
         self.rungs.append(rung)
-        self._log(f"{name} rung: {format_si(rung.tokens, 'tokens')} a run, {count_of(len(seeds), 'seed')}")
+        self._log(f"{name} rung: {format_si(rung.tokens, 'tokens')} per run, {count_of(len(seeds), 'seed')}")
         return rung
 
     def _train(self, rung: Rung, runs: Sequence[tuple[float, int]]) -> None:
-        """Train each (rate, seed) and add the results to the rung, in this order."""
+        """Train each (rate, seed) and add the results to the rung, in the given order."""
         spec, trial_s = self.spec, self._trial_s(rung.tokens)
         todo = []
         for lr, seed in runs:
@@ -370,13 +370,13 @@ def full_tokens(config: Config) -> int | None:
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
-    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the batch is whole
+    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the full batch
     samples = sum(batch_at(batch, step / steps) for step in range(ramped))
     return (samples + (steps - ramped) * batch.global_size) * config.data.sequence_length
 
 
 def range_steps(config: Config, tokens: int | None) -> int:
-    """Return the steps of the range test for whole runs of `tokens`; None: not known yet."""
+    """Return the steps of the range test for whole runs of `tokens` (None: not yet known)."""
     if tokens is None:
         return RANGE_STEPS
     return min(RANGE_STEPS, max(MIN_RANGE_STEPS, tokens // RANGE_RATIO // step_tokens(config)))
@@ -386,17 +386,17 @@ def range_steps(config: Config, tokens: int | None) -> int:
 
 
 def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int) -> Config:
-    """Return one complete run of `tokens` tokens, its own schedule to the end, evaluated there."""
+    """Return a complete run of `tokens` tokens with its own full schedule, evaluated at the end."""
     budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
     if config.schedule.steps and config.batch.ramp_fraction:
-        # progress in steps ramps otherwise than in tokens
+        # the ramp by steps differs from the ramp by tokens
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
     return with_settings(_bare(config, shards, lr, seed), schedule=dict.fromkeys(BUDGETS) | budget)
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
-    """Return a run whose rate rises from 1e-4 to 1, at the full batch from the start."""
+    """Return a run at the full batch with a rate rising from 1e-4 to 1."""
     whole = {"ramp_fraction": 0.0, "ramp_quantum": None}
     trial = with_settings(_bare(config, shards, 1.0, config.run.seed), batch=whole)
     schedule = ScheduleConfig(name="exponential", steps=steps)
@@ -404,7 +404,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration without checkpoints, its data by directory: all seeds hold out the same."""
+    """Return the configuration without checkpoints, its data by path so that all seeds hold out the same."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -417,12 +417,12 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:
-    """Return the settings of `optim` for a rate that no rule scales."""
+    """Return the settings of `optim` for a rate without scaling."""
     return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's run with this rate. Its rule for other batches starts from this batch."""
+    """Return the user's configuration with this rate. Its scaling rule is based on the current batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}
@@ -430,7 +430,7 @@ def tuned_config(config: Config, lr: float) -> Config:
 
 
 def read_trial(trial: Trial, outcome: TrialOutcome) -> LrTrial:
-    """Read the result of a trial that has ended."""
+    """Read the result of a finished trial."""
     directory, config = trial.directory, trial.config
     summary = read_summary(directory) or Summary(status="failed")
     status: LrTrialStatus = outcome.status

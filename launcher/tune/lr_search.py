@@ -14,13 +14,13 @@ from bert_dp.files.models import HeldOut, StoredModel
 from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
-SMOOTHING = 5  # losses of a range test that are averaged
-RISE_SHARE = 0.1  # of the fall of the loss, that counts as a rise
-RISE_SIGMAS = 8.0  # of the smoothed noise, that count as a rise; the least of 100 means is 2.5 below
-EDGE_RATIO = 4.0  # of the edge over the highest rate of the first ladder (arXiv 1506.01186 takes 3)
-EXTENSIONS = 3  # rates that may be added at either end of the ladder
+SMOOTHING = 5  # number of range-test losses that are averaged
+RISE_SHARE = 0.1  # rise that counts, as a share of the fall of the loss
+RISE_SIGMAS = 8.0  # the same, in deviations of the smoothed noise; the least of 100 means is 2.5 below
+EDGE_RATIO = 4.0  # edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
+EXTENSIONS = 3  # maximum rates added at each end of the ladder
 FINALISTS = 2
-CLOSE_NATS = 0.03  # above the best mean, up to which a rate trains every seed
+CLOSE_NATS = 0.03  # a rate this close to the best mean trains every seed
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -29,19 +29,19 @@ Side = Literal["high", "low"]
 class LrOptions(StoredModel):
     """Options of `tune lr`."""
 
-    ranks: int | None = None  # of a trial; null: as few as one replica needs
+    ranks: int | None = None  # of a trial; null: the ranks of one replica
     rates: int = 5
     seeds: int = 3
-    tokens: int | None = None  # of a whole run; null: the configuration's
+    tokens: int | None = None  # of a whole run; null: as configured
     budget_s: float | None = None
     launcher: str = "torchrun"
 
 
 class RangeTest(StoredModel):
-    """A run whose rate rises until training breaks."""
+    """A run with a rising rate, until training diverges."""
 
     points: list[Point]  # [rate, training loss or null]
-    edge: float | None  # the lowest rate at which training broke; null: it did not
+    edge: float | None  # lowest rate at which training diverged; null: none
     reason: str
 
 
@@ -60,7 +60,7 @@ class LrTrial(StoredModel):
 
     @property
     def score(self) -> float:
-        """Return the held-out loss in nats; infinite if the rate cannot be chosen."""
+        """Return the held-out loss in nats; infinite if the trial did not succeed."""
         return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
 
 
@@ -81,11 +81,11 @@ class Rung(StoredModel):
         return [trial.score for trial in self.trials if trial.lr == lr]
 
     def mean(self, lr: float) -> float:
-        """Return the mean score of a rate; infinite if one of its trials cannot be chosen."""
+        """Return the mean score of a rate; infinite if one of its trials did not succeed."""
         return statistics.fmean(self.scores(lr))
 
     def ranked(self) -> list[float]:
-        """Return the rates that can be chosen, best first."""
+        """Return the eligible rates, best first."""
         return sorted((lr for lr in self.rates if self.mean(lr) < math.inf), key=self.mean)
 
 
@@ -95,9 +95,9 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    lead: float | None  # nats to the next rate, mean over the seeds that both have; null: the only rate
-    edge_side: Side | None  # where no rate was measured
-    tied: list[float]  # rates that cannot be told apart from it
+    lead: float | None  # nats to the next rate, mean over common seeds; null: the only rate
+    edge_side: Side | None  # side of the choice on which no rate was measured
+    tied: list[float]  # rates not significantly different from it
 
 
 class TuneLr(TuneFile):
@@ -122,19 +122,19 @@ class TuneLr(TuneFile):
 
 
 def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float | None, str]:
-    """Return the divergence edge of a range test, None if training did not break, and the reason.
+    """Return the divergence edge of a range test (None if training did not diverge) and the reason.
 
-    `points`: (rate, loss or None, steps skipped so far) of each step, rates rising. The edge is the lowest
-    rate at which a loss was not finite, a step was skipped (other than the first ones, while fp16's loss
-    scale falls), or the mean of SMOOTHING losses was above its minimum by RISE_SHARE of its fall and by
-    RISE_SIGMAS deviations of its noise (from the differences of neighbours).
+    `points`: (rate, loss or None, steps skipped so far) of each step, by rising rate. The edge is the lowest
+    rate at which a loss was not finite, a step was skipped (except the first ones, while fp16's loss scale
+    falls), or the mean of SMOOTHING losses exceeded its minimum by both RISE_SHARE of its fall and
+    RISE_SIGMAS deviations of its noise (estimated from differences of consecutive losses).
     """
     losses: list[float] = []
     smoothed: list[float] = []
     falling = next((k for k, point in enumerate(points) if point[2] <= k), len(points))
     for lr, loss, skipped in points:
         if skipped > falling:
-            return lr, "a step was skipped for a gradient that is not finite"
+            return lr, "a step was skipped because of a non-finite gradient"
         if loss is None or not math.isfinite(loss):
             return lr, "the loss is not finite"
         losses.append(loss)
@@ -151,9 +151,9 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
 
 def first_ladder(test: RangeTest, count: int) -> list[float]:
-    """Return `count` rates spaced 2x downwards from the edge / EDGE_RATIO, rounded down to two digits.
+    """Return `count` rates, halving from edge / EDGE_RATIO rounded down to two digits.
 
-    Without an edge the highest rate of the test takes its place.
+    Without an edge, the highest rate of the test is used instead.
     """
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
     digit = 10.0 ** (math.floor(math.log10(top)) - 1)
@@ -161,13 +161,13 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
     return [rounded / 2**k for k in range(count)]
 
 
-# --- what trains next
+# --- next trials
 
 
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
-    """Mark as diverged the trials that end above the unigram entropy while a lower rate ends below it.
+    """Mark trials as diverged if they end above the unigram entropy but a lower rate ends below it.
 
-    Without a lower rate below it, the run may only be too short to learn anything.
+    If no lower rate ends below it, the runs may just be too short to learn anything.
     """
     if unigram is None:
         return list(trials)
@@ -183,10 +183,10 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
 
 
 def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -> list[float]:
-    """Return the rates that the first rung trains next; [] when it is complete.
+    """Return the next rates to train in the first rung; [] when it is complete.
 
-    The ladder, then one rate at a time while the best is the highest or the lowest, or half of the lowest
-    while all diverge; at most EXTENSIONS at either end, and none above the edge.
+    First the ladder; then one rate at a time beyond the best while that is the highest or the lowest, or half
+    of the lowest while all diverge; at most EXTENSIONS at each end, and none above the edge.
     """
     if not first.trials:
         return list(ladder)
@@ -203,11 +203,11 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
 
 
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
-    """Return the (rate, seed) that the last rung trains next; [] when it is complete.
+    """Return the next (rate, seed) pairs to train in the last rung; [] when it is complete.
 
-    The best FINALISTS of the first rung with the first seed; then the rate of the first rung beside the best
-    on either side; then the other seeds of the best FINALISTS rates that are close, and of the best. If no
-    rate can be chosen, the next one of the first rung.
+    First the best FINALISTS of the first rung with the first seed; then the first rung's rates next to the
+    best, on both sides; then the other seeds of the best and of up to FINALISTS close rates. If no rate is
+    eligible, the next best one of the first rung.
     """
     trained = {(trial.lr, trial.seed) for trial in last.trials}
     order, seeds = last.ranked(), last.seeds
@@ -219,7 +219,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     below = max((lr for lr in tried if lr < order[0]), default=order[0])
     if beside := [lr for lr in (above, below) if lr not in last.rates]:
         return [(beside[0], seeds[0])]
-    start = {lr: last.scores(lr)[0] for lr in order}  # seeds differ, so the same one is compared
+    start = {lr: last.scores(lr)[0] for lr in order}  # compare the same seed, because seeds differ
     close = [
         lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
     ]
@@ -231,7 +231,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 
 
 def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
-    """Return the side of the best on which no rate was measured, if there is one."""
+    """Return the side of the best rate without other measured rates; None if there is none."""
     measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
     if best == max(measured):
         return "high"
@@ -239,7 +239,7 @@ def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
 
 
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
-    """Return the rate with the lowest mean of the last rung; None before it, and if no rate can be chosen."""
+    """Choose the rate with the lowest mean in the last rung; None before it, or if none is eligible."""
     order = rungs[1].ranked() if len(rungs) > 1 else []
     if not order:
         return None
@@ -255,7 +255,7 @@ def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
 
 
 def differences(rung: Rung, lr: float, best: float) -> list[float]:
-    """Return the nats by which a rate is worse than the best, for each seed that both have."""
+    """Return how much worse a rate is than the best, in nats, for each common seed."""
     scores = {(trial.lr, trial.seed): trial.score for trial in rung.trials}
     both = [seed for rate, seed in scores if rate == lr and (best, seed) in scores]
     return [scores[lr, seed] - scores[best, seed] for seed in both]
@@ -264,8 +264,8 @@ def differences(rung: Rung, lr: float, best: float) -> list[float]:
 def is_tied(rung: Rung, lr: float, best: float) -> bool:
     """Return True if the 95 % interval of the mean difference, paired by seed, reaches zero.
 
-    One seed has no interval, so it is tied. A rate with fewer seeds than the best is tied if it is within
-    CLOSE_NATS.
+    A single seed has no interval and counts as tied. A rate with fewer seeds than the best is tied if it is
+    within CLOSE_NATS.
     """
     if len(rung.scores(lr)) != len(rung.scores(best)):
         return rung.mean(lr) <= rung.mean(best) + CLOSE_NATS

@@ -1,4 +1,4 @@
-"""Rules of `tune batch`: sizes, memory, rounds of runs, choice; and the models of its tune.json."""
+"""Rules of `tune batch`: sizes, memory, rounds of runs, choice; models of its tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -17,38 +17,38 @@ from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings
 
-MIN_SHARE_OF_BEST = 0.97  # of the greatest throughput, for a smaller micro batch
-MEMORY_SHARE = 0.9  # of a rank's memory, that a size may take
+MIN_SHARE_OF_BEST = 0.97  # share of the best throughput required of a smaller micro batch
+MEMORY_SHARE = 0.9  # share of a rank's memory that a size may use
 MAX_SIZES, MIN_SIZES = 8, 3
-MIN_STEPS, MAX_STEPS = 6, 60  # timed, of a run
+MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
 MAX_ROUNDS = 6
 
 SizeStatus = Literal["ok", "oom", "failed", "over"]  # over: the peak is above the limit
 
 
 class BatchTrial(StoredModel):
-    """One run at a micro batch. The lists of one that did not take every step are empty."""
+    """One run at a micro batch. The lists are empty if it did not complete every step."""
 
     name: str
     micro_batch: int
-    samples: int  # sequences of a step, of all ranks
-    seconds: float  # from its start to its end
+    samples: int  # sequences per step, over all ranks
+    seconds: float  # from start to end
     status: SizeStatus
     reason: str | None = None
     peaks_gib: list[float] = []  # of each rank
     step_s: list[float] = []  # of each timed step
     forward_backward_s: list[float] = []
     data_wait_s: list[float] = []
-    exposed_s: float = 0.0  # reductions per step that no backward pass covered; 0: the engine does not tell
+    exposed_s: float = 0.0  # reduction time per step outside the backward pass; 0: not reported by the engine
 
     @property
     def peak_gib(self) -> float | None:
-        """Return the peak of the rank with most; None if not every step was taken."""
+        """Return the highest peak of any rank; None if a step is missing."""
         return max(self.peaks_gib, default=None)
 
 
 class MemoryLine(StoredModel):
-    """Peak memory of a rank as a line in the micro batch."""
+    """Peak memory of a rank as a linear function of the micro batch."""
 
     intercept_gib: float
     gib_per_sequence: float
@@ -105,9 +105,9 @@ def with_micro(config: Config, micro: int) -> Config:
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return every micro batch, ascending, that the declared global batch allows on `ranks` ranks.
+    """Return all micro batches, ascending, allowed by the declared global batch on `ranks` ranks.
 
-    Raises ConfigError if there is none: 1 does not divide, or the engine refuses the configuration.
+    Raises ConfigError if there is none: 1 does not divide, or the engine rejects the configuration.
     """
     allowed = []
     for micro in divisors(config.batch.global_size):
@@ -120,9 +120,9 @@ def dividing_sizes(config: Config, ranks: int) -> list[int]:
 
 
 def sizes_to_time(sizes: Sequence[int]) -> list[int]:
-    """Return at most MAX_SIZES divisors of the largest size, about evenly spaced by ratio, ascending.
+    """Return at most MAX_SIZES divisors of the largest size, ascending, at nearly equal ratios.
 
-    They divide it so that a step of every trial takes the same number of sequences.
+    As divisors, they allow the same number of sequences per step in every trial.
     """
     sizes = [size for size in sizes if sizes[-1] % size == 0]
     if len(sizes) <= MAX_SIZES:
@@ -133,7 +133,7 @@ def sizes_to_time(sizes: Sequence[int]) -> list[int]:
 
 
 def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | None:
-    """Return the line through the two largest sizes that ran, or with `slope_gib` through the only one."""
+    """Fit a line through the two largest measured sizes, or with slope `slope_gib` through the only one."""
     peaks: dict[int, float] = {}
     for trial in trials:
         if trial.peak_gib is not None:
@@ -154,8 +154,8 @@ Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 def run_rate(trial: BatchTrial, global_size: int) -> float:
     """Return sequences/s at the global batch.
 
-    What grows with the sequences of a step counts as often as the global batch needs it: forward and backward
-    passes without the exposed reduction, and the wait for data. Reduction and update count once.
+    Time proportional to the sequences of a step is scaled to the global batch: forward and backward passes
+    without the exposed reduction, and the wait for data. Reduction and update count once.
     """
     more = global_size / trial.samples - 1
     steps = [
@@ -197,10 +197,10 @@ def next_round(rates: Rates, sizes: Sequence[int]) -> list[int]:
 
 
 def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int, int, list[int]]:
-    """Return (the choice, the fastest size, sizes that may be faster than `min_share` allows for the choice).
+    """Return (choice, fastest size, sizes possibly faster than the choice by more than `min_share` allows).
 
-    The choice is the smallest size whose mean rate less one standard error is at least `min_share` of the
-    fastest mean; with a share of 1 it is the fastest.
+    The choice is the smallest size whose mean rate minus one standard error is at least `min_share` of the
+    fastest mean; with a share of 1, it is the fastest size.
     """
     (sd, degrees), least = deviation(rates), math.log(min_share)
     fastest = max(rates, key=lambda size: mean_rate(rates, size))

@@ -1,4 +1,4 @@
-"""Pages of tune.json: a search of the micro batch or of the learning rate, partial or complete."""
+"""Reports of tune.json: a partial or complete search for the micro batch or the learning rate."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from launcher.tune import TUNED
 from launcher.tune.lr_search import LrTrial, Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, BatchTrial, TuneBatch, run_rate
 
-MAX_LIMIT_RATIO = 3.0  # over the greatest peak, up to which a memory limit is drawn
+MAX_LIMIT_RATIO = 3.0  # a memory limit is drawn up to this multiple of the largest peak
 LIMITS = {
-    "memory": "Larger sizes do not fit the memory of a rank.",
-    "budget": "The budget left no time for larger sizes; --budget raises it.",
-    "global batch": "Tried up to the largest size that the global batch allows.",
+    "memory": "Larger sizes do not fit in the memory of a rank.",
+    "budget": "The budget left no time for larger sizes; raise --budget.",
+    "global batch": "All sizes up to the largest that the global batch allows were tried.",
 }
 SIZE_COLUMNS = (
     Quantity("status", "status", "word"),
@@ -58,7 +58,7 @@ SIZE_COLUMNS = (
 
 
 def tune_page(path: Path) -> Report:
-    """Build the page of a tune.json of either search. Raises ConfigError."""
+    """Build the report of a tune.json of either search. Raises ConfigError."""
     data = results.load(path, TuneBatch.hint)
     if isinstance(data, dict) and data.get("kind") == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
@@ -66,7 +66,7 @@ def tune_page(path: Path) -> Report:
 
 
 def train_command(folder: Path) -> str:
-    """Return the command that trains what was chosen."""
+    """Return the command to train the tuned configuration."""
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
 
 
@@ -83,7 +83,7 @@ def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int
 
 
 def batch_page(tune: TuneBatch, folder: Path) -> Report:
-    """Build the page of a search of the micro batch. `folder` holds tune.json."""
+    """Build the report of a micro-batch search. `folder` contains tune.json."""
     method = [
         f"global batch {format_count(tune.global_batch)}",
         f"{count_of(len(tune.trials), 'run')} in {format_duration(tune.seconds or 0.0)}",
@@ -106,7 +106,7 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", "No micro batch was chosen.")
-    share = "the fastest" if len(tune.sizes) > 1 else "the only size that was timed"
+    share = "the fastest" if len(tune.sizes) > 1 else "the only size timed"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
         share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"
@@ -128,9 +128,9 @@ def _noise(tune: TuneBatch) -> Verdict:
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"{format_count(noise.steps)} steps from {weights}; it grows in training.",
-        f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {efficiency} of one "
-        "in a small batch.",
+        f"{format_count(noise.steps)} steps from {weights}; it grows during training.",
+        f"In the declared batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
+        "one in a small batch.",
     ]
     interval = format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
@@ -138,7 +138,7 @@ def _noise(tune: TuneBatch) -> Verdict:
 
 
 def throughput_figure(tune: TuneBatch) -> Figure:
-    """Draw throughput against the micro batch, with intervals, every run and the share that is enough."""
+    """Plot throughput against the micro batch: intervals, all runs and the required share of the best."""
     ran = {size.micro_batch: size for size in tune.sizes if size.samples_per_s is not None}
     x, means = list(map(float, ran)), [size.samples_per_s for size in ran.values()]
     rates = [(t.micro_batch, run_rate(t, tune.global_batch)) for t in tune.trials if t.micro_batch in ran]
@@ -152,15 +152,15 @@ def throughput_figure(tune: TuneBatch) -> Figure:
         Axis("sequences/s, all ranks", from_zero=True),
         levels=[ReferenceLine("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
         marks=_chosen(tune),
-        note="At the declared global batch; accumulation follows the micro batch.",
+        note="At the declared global batch; accumulation depends on the micro batch.",
     )
 
 
 def memory_figure(tune: TuneBatch) -> Figure:
-    """Draw the measured peaks, the line through the two largest, and the memory that a size may take."""
+    """Plot the measured peaks, the line through the two largest, and the memory limit of a size."""
     line, limit, trials = tune.memory_line, tune.memory_limit_gib, [*tune.memory_trials, *tune.trials]
     peaks = {(trial.micro_batch, trial.peak_gib) for trial in trials if trial.peak_gib is not None}
-    traces = [_marks("measured, greatest rank", sorted(peaks), 1)]
+    traces = [_marks("measured, highest of all ranks", sorted(peaks), 1)]
     if line is not None:
         across = [0.0, float(max(micro for micro, _ in peaks))]
         label = "line through the two largest"
@@ -176,7 +176,7 @@ def memory_figure(tune: TuneBatch) -> Figure:
         Axis("peak memory of a rank (GiB)", from_zero=True),
         levels=levels,
         marks=_chosen(tune),
-        note="" if limit is None else f"A rank has {format_gib(limit)}, of which a size may take {share}.",
+        note="" if limit is None else f"A rank has {format_gib(limit)}; a size may use {share} of it.",
     )
 
 
@@ -189,10 +189,10 @@ def _chosen(tune: TuneBatch) -> list[ReferenceLine]:
 
 
 def lr_page(tune: TuneLr, folder: Path) -> Report:
-    """Build the page of a search of the learning rate. `folder` holds tune.json."""
+    """Build the report of a learning-rate search. `folder` contains tune.json."""
     method = [
         f"whole runs of {format_si(tune.tokens, 'tokens')}",
-        f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in all",
+        f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in total",
     ]
     return Report(
         "bert-dp: tuned learning rate",
@@ -209,16 +209,16 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
 def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     choice = tune.choice
     if choice is None:
-        return Verdict("warn", f"No learning rate was chosen; the logs are below {folder / 'trials'}.")
+        return Verdict("warn", f"No learning rate was chosen; the logs are in {folder / 'trials'}.")
     trials, notes = _last(tune).trials, []
     heldout = next((t.heldout for t in trials if t.lr == choice.lr and t.heldout), HeldOut())
     if choice.lead is not None:
         notes.append(f"{format_nats(choice.lead)} below the next rate.")
     if choice.tied:
-        notes.append(f"Cannot be told apart from {', '.join(map(format_lr, choice.tied))}.")
+        notes.append(f"Not significantly different from {', '.join(map(format_lr, choice.tied))}.")
     if choice.edge_side:
         side = {"low": "lower", "high": "higher"}[choice.edge_side]
-        notes.append(f"No {side} rate was measured, so the best one may lie beyond.")
+        notes.append(f"No {side} rate was measured, so the best one may be {side} still.")
     loss = run_page.loss_text(choice.heldout_loss, heldout, finite_losses(_last(tune), choice.lr))
     seeds = count_of(choice.seeds, "seed")
     text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
@@ -226,31 +226,31 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
-    """Return the losses of the seeds that ended well."""
+    """Return the losses of the successful seeds."""
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
 def loss_figure(tune: TuneLr) -> Figure:
-    """Draw the held-out loss against the rate, a line for each rung, with every seed of the last one."""
+    """Plot the held-out loss against the rate: a line per rung, and all seeds of the last rung."""
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
         lines.append(Line(name, rung.rates, [number(rung.mean(lr)) for lr in rung.rates], colour, "both"))
     if len(tune.rungs) > 1:
         seeds = [(lr, loss) for lr in _last(tune).rates for loss in finite_losses(_last(tune), lr)]
-        lines.append(_marks("a seed of the last rung", seeds, 1))
+        lines.append(_marks("one seed of the last rung", seeds, 1))
     return Figure(
         "Held-out loss against learning rate",
         lines,
         Axis("learning rate", "lr", log=True, ticks=sorted({trial.lr for trial in tune.trials})),
         Axis("held-out loss (nats per masked token)", "nats"),
         marks=[ReferenceLine(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
-        note="Lines: mean over the seeds. The axis does not start at 0.",
+        note="Lines: mean over seeds. The axis does not start at 0.",
     )
 
 
 def range_figure(tune: TuneLr) -> Figure:
-    """Draw the training loss while the rate rises, and the edge."""
+    """Plot the training loss against the rising rate, and the edge."""
     test = tune.range_test
     points = test.points if test else []
     edge = test.edge if test else None

@@ -105,8 +105,8 @@ def test_logits_of_any_model(folder: Path) -> None:
         (("runs/teacher", *OTHER, "--replace", "none"), "TEACHER: the teacher has labels"),
         (("runs/teacher", *PAIRS, "--replace", "none"), "TEACHER: the teacher has pair False"),
         (("runs/teacher", *OWN, "--teacher-logits", "logits.jsonl", "--copies", "2"), "--copies: "),
-        (("runs/teacher", *OWN, "--student", "quickstart", "--embeddings", "teacher"), "goes with a BiLSTM"),
-        (("runs/teacher", *OWN, "--embeddings", "none.txt"), "--embeddings: none.txt is no file"),
+        (("runs/teacher", *OWN, "--student", "quickstart", "--embeddings", "teacher"), "needs a BiLSTM"),
+        (("runs/teacher", *OWN, "--embeddings", "none.txt"), "--embeddings: none.txt is not a file"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -196,7 +196,7 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
     (out / "export.json").write_text(json.dumps(about))
     shown = bert_dp("export", "check", out.name, "--run", str(runs / "rms"), cwd=tmp_path)
     assert shown.returncode == 1, shown.stderr
-    assert "does not compute what the run computes" in shown.stdout
+    assert "does not reproduce the outputs of the run" in shown.stdout
     largest = re.search(r"largest difference +([\d.e-]+)", shown.stdout)
     assert largest is not None
     assert float(largest[1]) > 1e-3

@@ -146,7 +146,7 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
 
 
 def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
-    for place, told in ((tmp_path / "none", "does not exist"), (files, "holds no checkpoint")):
+    for place, told in ((tmp_path / "none", "does not exist"), (files, "contains no checkpoint")):
         assert told in refused("finetune", str(place), *OWN, cwd=files)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
 

@@ -151,9 +151,9 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
     for more, line in (
         ("--tasks=MNLI,rte", "--tasks: MNLI needs MNLI/train.tsv"),
         ("--nproc=3", "batch.global_size"),
-        ("finetune.labels=[a,b]", "finetune.labels: follows from RUN and the task"),
+        ("finetune.labels=[a,b]", "finetune.labels: determined by RUN and the task"),
         ("batch.micro_size=5", "batch.global_size"),
     ):
         assert line in refused(*command(run, data, out, more))
-    assert "holds no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
+    assert "contains no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
     assert not out.exists()

@@ -53,5 +53,5 @@ def test_a_planned_run_shows_measured_beside_predicted(tmp_path: Path, shards: P
     hours = next(float(measured) for name, measured, _, _ in rows if name == "hours")
     assert hours == pytest.approx(HOURS, rel=0.5)
     page = (tmp_path / "second" / "report.html").read_text()
-    assert "Measured beside predicted" in page
+    assert "Measured and predicted" in page
     assert all(f"predicted {predicted}" in page for _, _, predicted, _ in rows)

@@ -200,7 +200,7 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     assert rows["RTE accuracy"] == ["25.0", "n/a", "40.0", "4", "1", "1", "25.0, n/a", limits]
     assert [verdict.level for verdict in report.verdicts] == ["info", "fail"]
     assert report.verdicts[1].notes == ["RTE-s1: failed: NaN"]
-    assert texts(report, "Left out") == {"QQP": ["not among --tasks"]}
+    assert texts(report, "Omitted") == {"QQP": ["not among --tasks"]}
     assert "2.5000 nats" in report.subtitle[1]
 
 

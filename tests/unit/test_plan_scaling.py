@@ -94,11 +94,11 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     [
         (None, "cannot be read"),
         ("{", "is not JSON"),
-        ("{}", "holds no profile"),
+        ("{}", "contains no profile"),
         (measured(cells=[cell("c", 2, 1.0, accumulation=0)]), "cells.0.accumulation"),
         (measured(links=[{"world_size": 2, "points": [{"bytes": 1, "seconds": 0.0}]}]), "points.0.seconds"),
         (measured(profile=profile(gradients=[])), "gradients"),
-        (measured(profile=profile(backward_s=1.1)), "above micro_s"),
+        (measured(profile=profile(backward_s=1.1)), "exceeds micro_s"),
     ],
 )
 def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(

@@ -140,7 +140,7 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"}, compiled=True)
     rows = rows_of(report)
     assert rows["Work", "parameters"] == ["1.23 M | precision fp32, compiled"]
-    assert rows["Outcome", "dev/accuracy"] == ["0.7123 | split and metric; 277 examples in all"]
+    assert rows["Outcome", "dev/accuracy"] == ["0.7123 | split and metric; 277 examples in total"]
     assert rows["Outcome", "held-out loss"] == ["6.25 squared error | mean over 277 examples"]
     assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
     assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
@@ -183,8 +183,8 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
         file.write('{"step": 40, "los')
     report = of_directories([run])
     (verdict,) = report.verdicts
-    assert verdict.text == "No end recorded: still running, or killed. Last logged: step 30."
-    assert "metrics.jsonl is torn or empty: 3 whole lines read" in verdict.notes
+    assert verdict.text == "No end recorded: still running or killed. Last logged: step 30."
+    assert "metrics.jsonl is torn or empty: 3 complete lines read" in verdict.notes
     for name in ("summary.json", "environment.json"):
         assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
@@ -258,12 +258,12 @@ def test_passes_over_the_data_beyond_four_and_what_uses_own_code(tmp_path: Path)
     lines = [{**json.loads(line), "epoch": 5} for line in (run / "metrics.jsonl").read_text().splitlines()]
     write_lines(run / "metrics.jsonl", lines)
     (verdict,) = of_directories([run]).verdicts
-    assert any("5 times" in note for note in verdict.notes)
+    assert any("5 passes" in note for note in verdict.notes)
     config = {"data": {"sources": ["builtin"]}, "optim": {"lr": 1e-3, "name": "/own/lion.py:make"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     files.write_json(run / "summary.json", {**SUMMARY, "status": "stopped", "checkpoint": "checkpoints/x"})
     report = of_directories([run])
-    assert not any("5 times" in note for note in report.verdicts[0].notes)
+    assert not any("5 passes" in note for note in report.verdicts[0].notes)
     assert report.next == f"bert-dp train --run-dir {run} --nproc 2 --allow-code"
     machine = json.loads((run / "environment.json").read_text())
     files.write_json(run / "environment.json", {**machine, "nodes": {"node 0 (a)": 1, "node 1 (b)": 1}})

@@ -66,7 +66,7 @@ def test_what_failed_is_said_with_its_cause() -> None:
     report = of(data)
     done, total = sum(c["status"] == "ok" for c in data["cells"]), len(data["cells"])
     partial, lost = report.verdicts[:2]
-    assert partial.text == f"Partial: {done} of {total} cells have a result, 1 have not run yet."
+    assert partial.text == f"Partial: {done} of {total} cells have a result, 1 not yet run."
     assert (lost.level, lost.notes) == ("fail", ["weak-zero1-n4: oom: rank 1: out of memory"])
     efficiency = figure_of(report, "Efficiency, weak scaling")
     assert points(lines(report, efficiency.title)["zero1"])[4] is None  # a gap, and its N stays on the axis
@@ -82,7 +82,7 @@ def test_verdicts_stand_once_worst_first() -> None:
     assert [(v.level, v.text) for v in report.verdicts] == [
         ("fail", "Out of memory. Next: n."),
         ("warn", "Hardware ceiling. Next: the devices slow each other."),
-        ("warn", "Flags: look at these numbers before using them."),
+        ("warn", "Flags: check these numbers before using them."),
         ("ok", "Scales."),
         ("info", "Intervals overlap. Next: more --repeats or --steps."),
     ]

@@ -112,10 +112,10 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     assert len({each["out"].parent for each in asked}) == 2
     (run_dir := tmp_path / "run").mkdir()
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
-    assert "auto = 2, as this run has it" in resolve(run_dir=run_dir)[2]
+    assert "auto = 2, as in this run" in resolve(run_dir=run_dir)[2]
     saved = {**FACTS, "step": 1, "config": make_config("batch.micro_size=8").model_dump(mode="json")}
     files.write_json(run_dir / "state.json", saved)
-    assert "auto = 8, as the run of --resume has it" in resolve(resume=str(run_dir))[2]
+    assert "auto = 8, as in the run of --resume" in resolve(resume=str(run_dir))[2]
 
 
 class MadeRunner(Runner):

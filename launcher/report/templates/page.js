@@ -1,5 +1,5 @@
 "use strict";
-// Draws every figure of the page in the colours of the theme; on paper always in the light ones.
+// Draws all figures of the page in the theme's colours; printing always uses the light theme.
 const LIGHT = {
   ink: "#1c2430", soft: "#5b6675", rule: "#dde2e8", card: "#ffffff",
   series: ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a", "#b8a800"],
@@ -13,7 +13,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const paper = matchMedia("print");
 const figures = JSON.parse(document.getElementById("figures").textContent);
 
-// a copy of the drawing with the colours of the theme for "soft" and "c3"
+// copy of the drawing, with "soft" and "c3" replaced by the theme's colours
 function coloured(tree, theme) {
   if (Array.isArray(tree)) return tree;
   const copy = {};
@@ -70,7 +70,7 @@ function addSwitch(place) {
   place.parentElement.prepend(label);
 }
 
-// what lies in a closed <details> has no size yet and is drawn when that opens
+// figures in a closed <details> have no size yet and are drawn when it opens
 function drawAll(places, width) {
   const theme = dark.matches && !paper.matches && !width ? DARK : LIGHT;
   for (const place of places) if (place.offsetParent !== null) draw(place, theme, width);

@@ -1,5 +1,5 @@
 "use strict";
-// The calculator of launcher/plan/budget.py on the page's own numbers; each function has its name there.
+// The calculator of launcher/plan/budget.py on the page's data; functions have the same names there.
 const data = JSON.parse(document.getElementById("plan").textContent);
 
 function nearest(sizes, target) {
@@ -7,7 +7,7 @@ function nearest(sizes, target) {
   return away.indexOf(Math.min(...away));
 }
 
-// value at x, linear in the logarithms between points i and i + 1
+// value at x, interpolated in log-log space between points i and i + 1
 function interpolate(x, xs, ys, i) {
   const share = Math.log(x / xs[i]) / Math.log(xs[i + 1] / xs[i]);
   return ys[i] * Math.pow(ys[i + 1] / ys[i], share);
@@ -41,7 +41,7 @@ function estimate(value) {
   return [middle, middle - half, middle + half];
 }
 
-// state: unit, amount, gpu, count, price, ratio -> the answer, or the bound of a budget that no size fits
+// state: unit, amount, gpu, count, price, ratio -> the answer, or the budget's bound if no size fits
 function plan(state) {
   const device = data.devices[state.gpu], rates = device.rates[state.count], sizes = data.sizes.slice(0, rates.length);
   const perHour = {
