@@ -229,9 +229,10 @@ def _follow(
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        if deadline is None and failed:
+        if failed and not last_s:  # also while stopping: a signal kills a rank that does not handle it yet
             failed_s = time.monotonic()
-            deadline, last_s = failed_s + KILL_AFTER_FAILURE_S, failed_s + SAVE_AFTER_FAILURE_S
+            deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
+            last_s = failed_s + SAVE_AFTER_FAILURE_S
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return

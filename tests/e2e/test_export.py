@@ -206,7 +206,12 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("form", "name", "options", "said"),
     [
-        ("hf", "crammed", (), "model.position: scaled_sinusoidal, but no transformers class has it with model.norm: layernorm"),
+        (
+            "hf",
+            "crammed",
+            (),
+            "model.position: scaled_sinusoidal, but no transformers class has it with model.norm: layernorm",
+        ),
         ("hf", "recipe-labels", ("--encoder",), "model.position: scaled_sinusoidal"),
         ("hf", "nowhere", (), "does not exist"),
         ("aoti", "rope", ("--int8",), "--int8"),

@@ -190,12 +190,21 @@ def test_a_silent_file_server_ends_no_run(
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
 
 
-def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: Clock) -> None:
-    """Without any signal to them, and with the cause of the one that failed; the summary of an earlier start
-    says nothing of this one."""
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_ranks_that_outlive_a_failed_one_are_ended_soon(
+    tmp_path: Path, clock: Clock, is_stopping: bool
+) -> None:
+    """With the cause of the one that failed, and without a signal to them unless one came before; the summary
+    of an earlier start says nothing of this one."""
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "exit_code": 0}))
 
-    fail = once_ready(lambda: raised(1))
+    def end() -> None:
+        if is_stopping:
+            stop()
+            clock.waits_for = tmp_path / "signals"
+        raised(1)
+
+    fail = once_ready(end)
 
     def on_poll() -> None:
         assert not list(tmp_path.glob("logs/*.error.json")), "the cause is told first"
@@ -204,7 +213,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: C
     ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), on_poll)
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
-    assert not (tmp_path / "signals").exists()
+    assert (tmp_path / "signals").exists() == is_stopping
 
 
 def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
