@@ -17,7 +17,7 @@ def test_doctor_compares_two_nodes_and_measures_their_link(tmp_path: Path, shard
     """At 100 Mbit/s."""
     with Cluster() as cluster:
         for name in cluster.names:
-            shape = "qdisc add dev data root tbf rate 100mbit burst 256kb latency 100ms".split()
+            shape = "qdisc add dev data root tbf rate 100mbit burst 64kb latency 100ms".split()
             run("tc", "-n", name, *shape)
         place = ["--nnodes", "2", "--rendezvous", f"{cluster.address(0)}:{PORT}", "--run-dir", str(tmp_path)]
         words = command("doctor", *place, "--data", str(shards), "--node-rank")
