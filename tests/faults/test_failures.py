@@ -97,7 +97,10 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         facts = fail(tmp_path, shards, "kill", number, launcher)
         assert facts["message"].endswith("killed by signal 9 (SIGKILL)")
         assert facts["killed_by"] == 9
-        assert any("why: killed from outside" in line and "memory peaked at" in line for line in facts["first"])
+        why = "why: killed from outside"
+        assert any(why in line and "memory peaked at" in line for line in facts["first"])
+            "why: killed from outside" in line and "memory peaked at" in line for line in facts["first"]
+        )
         assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
 
