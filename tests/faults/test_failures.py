@@ -99,8 +99,6 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         assert facts["killed_by"] == 9
         why = "why: killed from outside"
         assert any(why in line and "memory peaked at" in line for line in facts["first"])
-            "why: killed from outside" in line and "memory peaked at" in line for line in facts["first"]
-        )
         assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
 
