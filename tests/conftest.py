@@ -3,11 +3,13 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.browser import Browser, find
 from tests.shards import write_shards
 
 LONG = ("e2e", "faults", "nodes", "parity")  # rooms of tests that start ranks
@@ -48,3 +50,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_dir(tmp_path: Path) -> Path:
     """Where a run is to be made."""
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find()
+    if program is None:
+        pytest.skip("no chromium or google-chrome on PATH")
+    with Browser(program) as opened:
+        yield opened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from launcher.report.html import write
 from launcher.report.page import Axis, ReferenceLine, Report
 from launcher.scale.scale_page import scale_page
-from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
+from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser
 from tests.report_fixture import HOSTILE, with_strings
 from tests.scaling_fixture import scaling
 from tests.unit.test_reports import MAKERS
@@ -50,15 +50,6 @@ BROKEN = {
     "style sheet": "<link rel='stylesheet' href='https://example.invalid/style.css'>",
     "event": "<svg onload='1'></svg>",
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = find()
-    if program is None:
-        pytest.skip("no chromium or google-chrome on PATH")
-    with Browser(program) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

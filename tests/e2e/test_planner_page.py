@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,11 @@ from launcher.plan import planner_page
 from launcher.plan.budget import Costs, family, make_plan
 from launcher.plan.gpu_speed import gpu_rate
 from launcher.plan.step_model import hardware
-from tests.browser import Browser, find
+from tests.browser import Browser
 from tests.unit.test_budget import BASE, own_fit
 
 pytestmark = pytest.mark.slow
 UNITS = ("hours", "dollars", "kwh")
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    program = find()
-    if program is None:
-        pytest.skip("no chromium or google-chrome on PATH")
-    with Browser(program) as opened:
-        yield opened
 
 
 def written(path: Path, with_law: bool) -> dict:

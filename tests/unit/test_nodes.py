@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,26 @@ def test_what_node_0_refuses_is_told_on_every_node(
     assert not list(tmp_path.glob(".nodes-*"))
 
 
+@contextlib.contextmanager
+def two_nodes(
+    place: Place, run_dir: Path, act: Callable[[peers.Member], None]
+) -> Iterator[peers.Coordinator]:
+    """Node 0 after node 1 has joined; node 1 does `act`, in a thread, and stays to the end."""
+
+    def follow() -> None:
+        member = peers.join(place, run_dir, hello(1), 30.0)
+        act(member)
+        assert member.next() is not None
+        member.link.close()
+
+    thread = threading.Thread(target=follow)
+    with peers.coordinating(place, run_dir, print, 30.0) as coordinator:
+        thread.start()
+        coordinator.gather(hello(0))
+        yield coordinator
+    thread.join()
+
+
 def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place, tmp_path: Path) -> None:
     """Node 1's clock is 1,000 s ahead."""
     ahead_ns, now_ns = 10**12, time.monotonic_ns()
@@ -189,23 +211,16 @@ def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place
     error, rank_exit = Failure(message="no", rank=1, time_ns=now_ns - 7), RankExit(1, 1, now_ns - 5)
     theirs = ours.model_copy(update={"failed_ns": now_ns - 3, "errors": [error], "exits": [rank_exit]})
 
-    def follow() -> None:
-        member = peers.join(place, tmp_path, hello(1), 30.0)
+    def report(member: peers.Member) -> None:
         ended, there_ns = theirs.by_clock(-ahead_ns), time.monotonic_ns() + ahead_ns
         member.link.send("ended", attempt=0, ended=results.plain(ended), now_ns=there_ns)
-        assert member.next() is not None
-        member.link.close()
 
-    thread = threading.Thread(target=follow)
-    with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
-        thread.start()
-        coordinator.gather(hello(0))
+    with two_nodes(place, tmp_path, report) as coordinator:
         ended = coordinator.collect(ours)
         unknown = Failure(message="torchrun", kind="no_cause")
         found = [
             coordinator.blame(*each) for each in ((None, unknown, 1), (error, unknown, 0), (None, unknown, 0))
         ]
-    thread.join()
     named = [(cause and cause.headline(), node) for cause, node in found]
     assert named == [("node 1 (h1): torchrun", 1), ("rank 1 on node 1 (h1): no", 1), (None, 0)]
     assert ended[0] == ours
@@ -217,21 +232,14 @@ def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place
 def test_a_rank_elsewhere_that_leaves_before_the_summary_has_failed(place: Place, tmp_path: Path) -> None:
     """Whatever its exit code; at the end of a run the summary is there first."""
 
-    def follow() -> None:
-        member = peers.join(place, tmp_path, hello(1), 30.0)
+    def leave(member: peers.Member) -> None:
         member.link.status = {"attempt": 0}
         member.exchange(False, 0, left=True)
-        assert member.next() is not None
-        member.link.close()
 
-    thread = threading.Thread(target=follow)
-    with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
-        thread.start()
-        coordinator.gather(hello(0))
+    with two_nodes(place, tmp_path, leave) as coordinator:
         wait_for(lambda: coordinator.exchange(False, 0, left=False).failed, 10)
         (tmp_path / "summary.json").touch()
         assert not coordinator.exchange(False, 0, left=False).failed
-    thread.join()
 
 
 def test_who_sends_waits_no_longer_than_for_a_lost_node(
