@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -407,7 +408,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @functools.cached_property  # every micro batch reads it
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens in each example, [n]."""
         return np.diff(self.offsets)

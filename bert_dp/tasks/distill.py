@@ -69,6 +69,8 @@ class Distillation(Finetuning):
             log_teacher_BL = (teacher_BL / distill.temperature).log_softmax(-1)
             divergence = F.kl_div(log_student_BL, log_teacher_BL, reduction="sum", log_target=True)
             loss = distill.temperature**2 * divergence
+        if not distill.alpha:
+            return loss
         of_labels = self._loss(student_BL, batch.labels) / self._targets_of_example
         return torch.lerp(loss, of_labels, distill.alpha)
 
