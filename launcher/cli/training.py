@@ -15,10 +15,12 @@ from bert_dp.config import (
     ConfigError,
     Issue,
     find_config,
+    hf_directory,
     load_config,
     micro_is_auto,
     native_class,
     native_issues,
+    read_yaml,
     shipped_configs,
 )
 from bert_dp.config.checks import parse_profile
@@ -278,7 +280,7 @@ def configs(
         summary = path.read_text().partition("\n")[0].removeprefix("# ")
         config = load_config(path, ["data.path=shards", "run.init_from=null", "batch.micro_size=1"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
-        if config.has_examples or "init_from: hf:" in path.read_text():
+        if config.has_examples or hf_directory(read_yaml(path).get("run", {}).get("init_from")):
             name = "as its source"  # of the run or hf:DIR to start from
         typer.echo(f"{path.stem:<18} {name:<20} {summary}")
     for name, path in scripts.items():
