@@ -124,6 +124,8 @@ def run(
             here = nodes.counts[node]
         if cause is not None:
             cause = failure.explain(cause, run_dir, nproc, by_node.get(node, ended).memory, here)
+        elif watch is not None and hung is not None:
+            watch.tell_continued()
         return outcome_of(run_dir, cause, unknown, pending)
 
 

@@ -253,11 +253,15 @@ class Watch:
 
     def _follow_hang(self) -> Failure | None:
         if all(activity.moved_s > self._reported_s for activity in self._ranks.values()):
-            self._tell([f"continues after {self._clock_s - self._hung_since_s:.0f} s"])
-            self.hang = None
+            self.tell_continued()
             return None
         self.ends = 0 < self._limits.end_hung_after_s <= self._clock_s - self._reported_s
         return self.hang if self.ends else None
+
+    def tell_continued(self) -> None:
+        """Report the end of the reported hang. Also for the caller, as a run may end before the next poll."""
+        self._tell([f"continues after {self._clock_s - self._hung_since_s:.0f} s"])
+        self.hang = None
 
     def _tell(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("a", encoding="utf-8") as file:

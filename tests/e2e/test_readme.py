@@ -92,8 +92,9 @@ def smaller(command: str, folder: Path) -> list[str]:
 def stand_in(arguments: list[str], folder: Path) -> None:
     """What a command that ran dry would have left, where later ones read it."""
     if arguments[0] == "scale":
-        (folder / "scaling/first").mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "benchmarks/raw/2026-11-21-scaling/scaling.json", folder / "scaling/first")
+        out = folder / arguments[arguments.index("--out") + 1]
+        out.mkdir(parents=True)
+        shutil.copy(ROOT / "benchmarks/raw/2026-11-21-scaling/scaling.json", out)
     if "log.to=tensorboard" in arguments:
         shutil.copytree(folder / "runs/first", folder / "runs/logged")
 

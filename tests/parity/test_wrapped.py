@@ -188,7 +188,7 @@ def test_resume_under_deepspeed_is_bit_equal(runs: Path, engine: str) -> None:
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
     """On a GPU without bf16; the configuration alone, checked before, says only auto."""
     config = resolve([BASE, {"data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
-    with pytest.raises(ConfigError, match="precision: auto is fp16"):
+    with pytest.raises(ConfigError, match="precision: auto means fp16"):
         deepspeed.Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
 
 
