@@ -27,8 +27,6 @@ for points of more than 4,096 tokens.
     memory        resident, once loaded and at its peak
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fnmatch

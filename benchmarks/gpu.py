@@ -18,8 +18,6 @@
 In the short form the device is the CPU and everything is tiny: it shows that the parts run, and no speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import gzip

@@ -4,8 +4,6 @@ python benchmarks/gpu_speed.py          # the errors of each source without its 
 python benchmarks/gpu_speed.py --yaml   # the constants, for hardware.yaml
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

@@ -14,8 +14,6 @@ before tells how many steps fit the time. Evaluations are outside the time. Held
 for all: the same sequences with the same positions hidden at 15 % (bert_dp.tasks.mlm).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

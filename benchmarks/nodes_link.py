@@ -9,8 +9,6 @@ gradients reduced in full and in bf16. Prints a row for each; exits with 1 where
 15 % off or the rate is not 80 to 100 % of the link's.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

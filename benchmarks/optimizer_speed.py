@@ -6,8 +6,6 @@ beside fused AdamW.
 In turn within each round; medians and ratios over the rounds. Random gradients, no clipping. Prints JSON.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

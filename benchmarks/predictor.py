@@ -9,8 +9,6 @@ tier and source, with and without the rows that communication is known not to ex
 moves the two constants, --leave-one-out picks both on all other sources.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

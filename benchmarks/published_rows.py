@@ -4,8 +4,6 @@ Nothing here is fitted: a row's columns say what was sent and over what, and the
 framework does it.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What the benchmark scripts share of their command line and their record."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

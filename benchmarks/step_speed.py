@@ -38,8 +38,6 @@ With --device cuda every variant computes on the first GPU, and a timing ends wh
 finished; its peak memory is the allocator's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,8 +1,6 @@
 """Compute parameter counts, FLOPs, memory, peak FLOP/s and quantiles of Student's t. Torch-free; no other
 module computes these."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

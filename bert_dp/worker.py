@@ -1,7 +1,5 @@
 """Run one rank: `python -m bert_dp.worker CONFIG --run-dir DIR`."""
 
-from __future__ import annotations
-
 import os
 import sys
 

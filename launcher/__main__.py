@@ -1,7 +1,5 @@
 """Entry point of `bert-dp` and `python -m launcher`. Ctrl-C during the imports leaves no traceback."""
 
-from __future__ import annotations
-
 import sys
 
 

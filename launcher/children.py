@@ -2,8 +2,6 @@
 
 A module of ours exits with this process and imports nothing from the current directory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

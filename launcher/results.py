@@ -6,8 +6,6 @@ are fractions. Intervals are [low, high] at 95 %. null: not measured.
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

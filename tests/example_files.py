@@ -1,7 +1,5 @@
 """Small prepared directories of labelled examples, written directly."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ interpreter that --transformers4 names. Results go to OUT/results.jsonl, a line 
 with this code is not done again. Then OUT/record.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

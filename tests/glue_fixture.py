@@ -1,7 +1,5 @@
 """GLUE as small files, prepared tasks as values, and trials as a rank writes them: no number was measured."""
 
-from __future__ import annotations
-
 import abc
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What many tests need and no room of the product has. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ changes nothing anyone could see is listed, with the reason, in equivalent_mutan
 Exit code 1 when a module lies below GOAL, or an entry of the list fits no survivor.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

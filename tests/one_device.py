@@ -4,8 +4,6 @@ NCCL refuses ranks that share a GPU; gloo also carries CUDA tensors. The product
 process is patched. Nothing is shown of NCCL or of speed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

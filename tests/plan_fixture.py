@@ -1,7 +1,5 @@
 """Files that a scaling prediction starts from, as `bert-dp scale` writes them, and their predictions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from launcher import results

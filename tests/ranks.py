@@ -4,8 +4,6 @@ Ranks are forks of one server that has imported what they need, and nothing else
 second in place of several.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

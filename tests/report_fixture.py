@@ -1,7 +1,5 @@
 """Run directories as a rank writes them, and what a test reads of a page or a console."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import functools

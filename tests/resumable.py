@@ -1,7 +1,5 @@
 """Long lists of cases whose results are JSON lines: a list that was stopped goes on where it stood."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

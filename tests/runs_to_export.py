@@ -1,7 +1,5 @@
 """Runs that were never trained and yet have every parameter off its first value, and their peers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A realistic scaling.json from a seed: the records of `bert-dp scale` without running it."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """docs/settings.md from the schema: `python -m tests.settings_reference > docs/settings.md`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Literal, get_args, get_origin

@@ -1,7 +1,5 @@
 """Small shards written directly: a text-like Markov stream, so that there is something to learn."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -4,8 +4,6 @@ Every number follows from the index of the curve, the trial and the number of it
 that run the same trial see the same result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -5,8 +5,6 @@ file, put into a temporary copy of the tree; its tests then run there until the 
 pass without a slip first. Prints a line per slip; exit code 1 when one survives. `--list` runs nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

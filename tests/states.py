@@ -1,7 +1,5 @@
 """What state.json of a checkpoint holds beside the tensors, for tests that save one themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FACTS: dict[str, Any] = {

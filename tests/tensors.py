@@ -1,7 +1,5 @@
 """Tensors by name: to the bit, and how far they are from others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

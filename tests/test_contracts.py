@@ -1,7 +1,5 @@
 """What DESIGN fixes about the code itself: who imports whom, how it is laid out, what is not in the files."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

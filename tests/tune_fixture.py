@@ -1,7 +1,5 @@
 """tune.json of both searches, made up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bert_dp.files.models import NoiseScale

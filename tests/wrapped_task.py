@@ -1,7 +1,5 @@
 """A task that does what pretraining does, to be broken or watched in one place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

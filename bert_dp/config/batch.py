@@ -1,7 +1,5 @@
 """Compute the batch equation and ramp, a run's progress through its budget, and its peak learning rate."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict

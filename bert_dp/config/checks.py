@@ -1,8 +1,6 @@
 """Check a configuration before a run: settings that conflict, have no effect or have changed. Also choose
 the precision and the transformers class, read CPU features, and check which steps to profile."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

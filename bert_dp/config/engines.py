@@ -3,8 +3,6 @@
 Each engine has a row here and a file `bert_dp/parallel/NAME.py`; each optimizer has a row here and its file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Literal

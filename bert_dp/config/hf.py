@@ -1,7 +1,5 @@
 """Translate the config.json of a transformers encoder to `model` settings."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

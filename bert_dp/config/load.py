@@ -5,8 +5,6 @@ and `optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule
 `data.path|sources`) replace the members set at a lower level; two at one level are an error.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Find, check, hash and load a user's own code: `FILE.py:function` as `task` or `optim.name`. Torch-free."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

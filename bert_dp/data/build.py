@@ -7,8 +7,6 @@ is a temporary one next to OUT that finally replaces OUT. `python -m bert_dp.dat
 that supervises ranks, and prints one answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -5,8 +5,6 @@ record, Parquet row or hub data set row, one docstring or one help topic of CPyt
 directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is in memory.
 """
 
-from __future__ import annotations
-
 import ast
 import codecs
 import dataclasses

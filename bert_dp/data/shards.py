@@ -3,8 +3,6 @@
 Shards are flat uint16 files of whole sequences [sequences, S]; manifest.json has their sizes and hashes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ A *sample* is a position in the endless training stream; its epoch is sample // 
 permutation of sample % n. Nothing depends on the number of ranks, threads or micro batches.
 """
 
-from __future__ import annotations
-
 import collections
 import time
 from collections.abc import Callable

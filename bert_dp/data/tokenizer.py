@@ -7,8 +7,6 @@ quotes and ligatures, which joins adjacent words; this one first replaces them w
 encoded in this process or in a pool of spawned processes.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ Examples of similar length are computed together.
 Axes: N examples in memory, B of a batch, S tokens of its longest, L outputs per example.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ decisions. A multi_label label is predicted if its logit is above 0, and accurac
 label right. auc exists only for two labels.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence

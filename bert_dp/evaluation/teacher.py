@@ -4,8 +4,6 @@
 starts all N. Axes as in bert_dp.evaluation.prediction; P predicted positions, V ordinary tokens.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

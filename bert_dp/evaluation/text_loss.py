@@ -8,8 +8,6 @@ the hidden words only on (document, word index), never on neighbouring documents
 Axes: D documents, T tokens in total, W words of a document.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@
 A copy depends only on the seed, the example and the number of the copy.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

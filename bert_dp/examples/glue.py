@@ -4,8 +4,6 @@ Row counts, columns and label order match the published data set (https://gluebe
 `nyu-mll/glue` on the hub).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import lzma

@@ -4,8 +4,6 @@ code.
 Axes: B sequences, S positions, O outputs per position or per sequence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ and RobertaPreLayerNorm count positions from pad_token_id + 1; they and BERT hav
 we have none. Axes as in bert_dp.model.bert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

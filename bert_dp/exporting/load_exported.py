@@ -7,8 +7,6 @@ uses `open_directory`.
 Axes: B sequences, S positions.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Define the heartbeat file of a rank: 64-bit integers, read by the launcher. Torch-free."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Lock files, remove secrets and control characters from text, define the environment variables that the
 launcher sets for workers, and handle signals, the cache and umask. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

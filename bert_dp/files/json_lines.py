@@ -1,7 +1,5 @@
 """Read and write JSON files and JSON lines atomically, and truncate JSON lines. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

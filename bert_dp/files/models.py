@@ -3,8 +3,6 @@ Torch-free. Unknown keys are ignored; missing keys get their default."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
-from __future__ import annotations
-
 import errno
 import math
 import re

@@ -1,7 +1,5 @@
 """Start bert-dp modules as child processes, and kill them if their caller dies. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

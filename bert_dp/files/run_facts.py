@@ -1,7 +1,5 @@
 """Find checkpoints, read their state.json, and read export.json of an exported directory. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -5,8 +5,6 @@ there are enough, for SECONDS (2) per size, and prints one JSON line per size. W
 INTERFACE [SOCKET]` it is one of two ranks on two nodes; SOCKET is the store's bound socket on rank 0.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

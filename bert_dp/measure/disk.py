@@ -3,8 +3,6 @@
 `python -m bert_dp.measure.disk DIR`: write, verify by hash, load, compare, remove; print one JSON line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -4,8 +4,6 @@
 like MAMF-finder (stas00/ml-engineering); on a CPU, with one thread per core of this process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -4,8 +4,6 @@
 trains on the configured micro batch of random tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics

@@ -6,8 +6,6 @@ rope variant can be exported without our code. Source of the architecture: arXiv
 JonasGeiping/cramming, `arch=crammed-bert`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar

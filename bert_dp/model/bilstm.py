@@ -3,8 +3,6 @@
 Axes: B examples, S positions, E embedding (model.hidden_size), H units per direction, L labels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 Axes as in bert_dp.model.bert; W width of a head, L labels.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

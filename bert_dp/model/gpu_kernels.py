@@ -4,8 +4,6 @@ docs/gpu.md compares their times with those of cuDNN and inductor. Both operator
 no workspace.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ ModernBERT has our names. BERT, RoBERTa and RobertaPreLayerNorm share names, exc
 and the positions of the norms. Axes as in bert_dp.model.bert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Define the interface between a model and engines, optimizers and the compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import nn

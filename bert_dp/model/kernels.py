@@ -5,8 +5,6 @@ model, and row and column in the unsharded tensor. So they do not change with th
 length, the rank or the shard, and a recomputed block drops the same elements.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Build a rank's model with its initial state; load a trained model."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import types

@@ -3,8 +3,6 @@
 A new optimizer is a file here with a function `make` and a row of `OPTIMIZERS` in bert_dp/config/engines.py.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

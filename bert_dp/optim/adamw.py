@@ -1,7 +1,5 @@
 """Create AdamW (arXiv 1711.05101), torch's fused implementation."""
 
-from __future__ import annotations
-
 import torch
 
 from bert_dp.config import OptimConfig

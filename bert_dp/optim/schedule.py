@@ -1,7 +1,5 @@
 """Compute the learning rate as a pure function of progress f."""
 
-from __future__ import annotations
-
 import math
 
 from bert_dp.config import ScheduleConfig

@@ -1,7 +1,5 @@
 """Define engines, the ways of using several ranks. Each is one file, imported only if chosen."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager

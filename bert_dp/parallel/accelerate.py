@@ -4,8 +4,6 @@ Autocast, loss scaling, the optimizer and the learning rate remain ours: a sched
 steps once per process.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Complete a step (norm, clip, skip, update) and arrange ranks in replicas, for every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

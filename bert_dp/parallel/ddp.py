@@ -1,8 +1,6 @@
 """Train with DistributedDataParallel: whole replicas, gradients all-reduced in buckets, only on the last
 micro batch."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

@@ -6,8 +6,6 @@ unsupported, and LAMB is limited to stage 0. Clipping divides by (norm + 1e-6) /
 Stages 1 to 3 skip a step whose norm is not finite; stage 0 would not, so it gets `found_inf`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

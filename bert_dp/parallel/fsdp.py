@@ -5,8 +5,6 @@ The optimizer works on this rank's shards as plain tensors: only norms need whol
 over ranks.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

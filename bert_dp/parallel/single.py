@@ -3,8 +3,6 @@
 On N ranks (as `independent`) each rank trains separately, on its own share of the samples.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

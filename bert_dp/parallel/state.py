@@ -1,7 +1,5 @@
 """Convert between the canonical state and a rank's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import torch

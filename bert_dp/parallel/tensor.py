@@ -5,8 +5,6 @@ row-parallel one has a part of the inputs; its output is summed. The vocabulary 
 never gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ A gradient is sent only to its owner, which returns the new weights: as many byt
 stay whole, so norms of a tensor (LAMB) and matrix products (Muon) remain exact.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Define the interface of a task: a run's model, data, loss and evaluation. A task is one file."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys

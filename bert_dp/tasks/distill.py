@@ -3,8 +3,6 @@
 Axes as in bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers in a vector.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Axes: B examples of a micro batch, S positions of its longest example, L labels.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping

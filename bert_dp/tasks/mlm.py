@@ -1,7 +1,5 @@
 """Pretrain by masked language modelling of packed sequences; reproduce the micro batches of any step."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

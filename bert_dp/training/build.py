@@ -1,7 +1,5 @@
 """Build a Trainer from a configuration, before the first step."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

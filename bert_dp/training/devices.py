@@ -1,7 +1,5 @@
 """Choose a rank's device, cores and precision; read its PCI address, memory and energy."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Connect the ranks: rendezvous, collectives for host values, and the shared clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Train: train_step, evaluate, save, and the only loop, train."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools

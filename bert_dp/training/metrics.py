@@ -1,8 +1,6 @@
 """Accumulate and time steps on the device (one sync, one gather and one record per log line); detect
 anomalies: loss spikes, skipped steps and divergence."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -4,8 +4,6 @@ A.1), the batch size beyond which additional samples per step bring diminishing 
 NormPairs collects squared gradient norms at two batch sizes per step; `estimate` computes B_simple from them.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ The heartbeat is a memory-mapped file that the launcher may read. Writing it is 
 system call, and does not depend on a reader.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

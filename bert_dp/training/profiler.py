@@ -1,7 +1,5 @@
 """Record torch.profiler traces of steps: RUN/profile/rank-N.json.gz, for Perfetto."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

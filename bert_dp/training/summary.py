@@ -1,7 +1,5 @@
 """Build summary.json of a run that stopped by itself, successful or not, or on a signal."""
 
-from __future__ import annotations
-
 import math
 
 from bert_dp import files

@@ -1,7 +1,5 @@
 """Register the verbs by group, run the command line, and print a failure with its exit code."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import io

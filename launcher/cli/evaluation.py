@@ -1,7 +1,5 @@
 """Define the verbs `eval glue`, `eval mlm`, `predict` and `export`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Options that several verbs share, and the parsers of option values."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

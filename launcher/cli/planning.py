@@ -1,7 +1,5 @@
 """Define the verbs `plan`, `plan fit` and `plan scaling`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Define the verbs `train`, `finetune`, `distill`, `configs`, `data build` and `data inspect`."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Define the verbs `scale`, `tune batch` and `tune lr`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Literal
 

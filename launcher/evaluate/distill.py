@@ -1,7 +1,5 @@
 """`bert-dp distill`: prepare the transfer set, the teacher's logits and the distillation's configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`bert-dp finetune`: build the configuration of a finetuning run from a pretrained run and a task's data."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`bert-dp eval glue`: finetune a pretrained run on GLUE tasks with several seeds; score the dev sets."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

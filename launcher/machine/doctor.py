@@ -1,7 +1,5 @@
 """Check this machine for `doctor`: findings with their consequence for a run and a fix. Torch-free."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -3,8 +3,6 @@
 Torch-free. Functions that read kernel files accept `root`, the parent directory of proc/ and sys/.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """`bert-dp plan fit`: fit the loss law to completed runs or a table; write frontier.json and a report."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

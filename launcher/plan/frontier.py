@@ -6,8 +6,6 @@ N: parameters, D: training tokens, L: held-out loss in nats (Hoffmann et al. 202
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

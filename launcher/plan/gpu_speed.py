@@ -6,8 +6,6 @@ benchmarks/gpu_speed.py fits the shares, the framework's memory traffic and its 
 of one GPU. They are in hardware.yaml under `gpu_speed`, with the spread over rows from held-out sources.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

@@ -4,8 +4,6 @@ For a given pair of exponents the fit is linear, so E, A, B >= 0 follow by least
 searched (variable projection, Golub & Pereyra 1973).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Budget planner as a self-contained HTML file: sliders, and a script with the calculator."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

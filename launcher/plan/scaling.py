@@ -1,7 +1,5 @@
 """`bert-dp plan scaling`: predict throughput over numbers of GPUs, and the gain of each change."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import itertools

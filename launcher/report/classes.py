@@ -1,7 +1,5 @@
 """Report a finetuned classifier by class: precision, recall and f1, and the confusion matrix."""
 
-from __future__ import annotations
-
 import collections
 import json
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Colours are names, looked up by page.js in its theme.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

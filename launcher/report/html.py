@@ -3,8 +3,6 @@
 The content policy allows only our two scripts, by their hashes, so no other script can run.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Read a run directory as far as possible: complete or crashed, even with foreign or torn files."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -1,7 +1,5 @@
 """Report one run or compare several: outcome, and every number with its denominator."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

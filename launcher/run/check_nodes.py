@@ -1,7 +1,5 @@
 """Check several nodes for `doctor`: requirements of a run, clocks, and the bandwidth to each node."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 `python -m launcher.run.follow RUN RANKS RANKS_HERE`: rank 0 keeps its standard input open until it exits."""
 
-from __future__ import annotations
-
 import os
 import select
 import sys

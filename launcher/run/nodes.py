@@ -1,8 +1,6 @@
 """Find this launcher's node in a multi-node run, from options or from the variables of Slurm, Kubeflow's
 trainer or SkyPilot."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

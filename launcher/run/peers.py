@@ -4,8 +4,6 @@ They exchange lines of JSON over one TCP connection per member, bound to the ren
 proves that it sees the run directory by a secret in a file there. Nothing is encrypted: we trust the network.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hmac

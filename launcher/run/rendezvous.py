@@ -6,8 +6,6 @@ several nodes, node 0's agent serves a TCPStore on a socket that the launcher ha
 Loaded inside the torchrun process, never by the launcher.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from typing import Any

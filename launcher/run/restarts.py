@@ -1,7 +1,5 @@
 """Restart a failed run from its newest checkpoint, with exponential back-off, up to a limit."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import time

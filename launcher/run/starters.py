@@ -4,8 +4,6 @@ Both are complete: no file of the user or the machine (accelerate's default conf
 hostfile) and no variable of an outer launcher affects the workers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

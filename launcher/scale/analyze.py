@@ -1,7 +1,5 @@
 """Compute scaling.json from the files of a grid; `_against` computes efficiencies and intervals."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

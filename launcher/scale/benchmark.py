@@ -1,7 +1,5 @@
 """`bert-dp scale`: measure a grid of runs, its links, and one rank's profile and matmul rate."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Choose the runs of a scaling benchmark, and check them all before the first one starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence

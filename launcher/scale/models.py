@@ -6,8 +6,6 @@ are fractions. An interval is [low, high], 95 %. null: not measured.
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

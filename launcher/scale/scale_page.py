@@ -1,7 +1,5 @@
 """Build the report of a scaling benchmark: result, figures and verdicts."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`bert-dp tune`: choose the micro batch and the learning rate by short training runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`bert-dp tune lr`: choose the learning rate by short complete runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import math

@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

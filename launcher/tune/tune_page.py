@@ -1,7 +1,5 @@
 """Reports of tune.json: a partial or complete search for the micro batch or the learning rate."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 the others from stacks, process states and collectives, and end a run that stays hung.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """`bert-dp` as a user runs it, in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Text in any language by byte-level BPE, from the build to the exports."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

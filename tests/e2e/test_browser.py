@@ -1,7 +1,5 @@
 """The pages in a real browser: no error in the console, every figure drawn, no text on top of another."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What lies in the folder that a verb is started from is data, never code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

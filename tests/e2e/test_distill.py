@@ -1,7 +1,5 @@
 """`bert-dp distill` as a user runs it: a pretrained run, its finetuned one, and students of that."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bert-dp eval mlm` and `predict` as a user calls them: what they print, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

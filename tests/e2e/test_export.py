@@ -1,7 +1,5 @@
 """`bert-dp export` as a user calls it: what it writes, what proves it, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`bert-dp finetune` as a user runs it: from a pretrained run and files of labelled examples."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

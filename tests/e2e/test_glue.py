@@ -1,7 +1,5 @@
 """`bert-dp eval glue` on a tiny run and two tiny tasks: killed, gone on with, its files."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

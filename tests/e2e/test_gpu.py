@@ -1,7 +1,5 @@
 """`make gpu` without a GPU, its short form on the CPU, time limits, signals and refusals."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import os

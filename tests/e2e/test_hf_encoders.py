@@ -1,7 +1,5 @@
 """From an encoder of transformers to continued pretraining, finetuning, predictions and back."""
 
-from __future__ import annotations
-
 import csv
 import random
 import re

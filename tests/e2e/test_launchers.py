@@ -1,7 +1,5 @@
 """torchrun, accelerate and deepspeed start the same ranks with the same behaviour; so does a shell."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

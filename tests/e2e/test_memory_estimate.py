@@ -1,7 +1,5 @@
 """The memory that a dry run estimates beside the peak of the run itself."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Code of the user at one seam: the examples of docs/own-code.md on 1 and 2 ranks, what is refused without
 --allow-code, and what never executes it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The wheel: built, installed into an empty environment, and run from there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """A run that was planned from a measured one: its text and its page show what was predicted of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """bert-dp from Python with real ranks: what a call returns, leaves and raises, also when it is interrupted or
 killed; the page about it and its notebook, executed at tiny size."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Every command of README.md and docs/ runs, at tiny size; every file, target and configuration exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The recipes: pages whose commands and blocks run in order, and configurations, at tiny size."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

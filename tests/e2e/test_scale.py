@@ -1,7 +1,5 @@
 """`bert-dp scale` on real runs: killed and gone on with, every figure recomputed from the raw files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

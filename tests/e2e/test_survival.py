@@ -1,7 +1,5 @@
 """What must not be lost: runs stopped early, refused, repeated, sent to a service, or left by a reader."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

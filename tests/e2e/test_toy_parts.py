@@ -1,7 +1,5 @@
 """A new engine and a new optimizer are one file and one row each."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

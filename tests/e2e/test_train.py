@@ -1,7 +1,5 @@
 """`bert-dp train` end to end: what it writes, how it ends, what it refuses."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

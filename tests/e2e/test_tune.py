@@ -1,7 +1,5 @@
 """`bert-dp tune batch` on real runs: stopped, killed and gone on with, too large; `micro_size: auto`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

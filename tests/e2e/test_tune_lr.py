@@ -1,7 +1,5 @@
 """`bert-dp tune lr` on real trials: stopped, killed and gone on with; what it writes trains."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The other verbs, every help text, and the worker without our launcher."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

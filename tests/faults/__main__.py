@@ -5,8 +5,6 @@ passed there with this code (launcher, bert_dp, tests/faults) is not run again. 
 `--list` runs none. Then a table by row.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

@@ -4,8 +4,6 @@
 Times are recorded, and judged only by limits that a busy machine keeps too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -8,8 +8,6 @@ step of the last save that was begun, `done`, that of the last one that had retu
 imported once: each process is a fork of this one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ SIGKILL leaves the page cache, so the order of fsync and rename is not what thes
 no half-written checkpoint is ever loaded and that only the one being written is lost.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

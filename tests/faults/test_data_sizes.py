@@ -1,7 +1,5 @@
 """Row 17: training and held-out splits of any size give every rank as many steps; nothing hangs."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

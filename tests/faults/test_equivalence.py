@@ -1,7 +1,5 @@
 """Rows 12 to 14: a run that was interrupted, or had another number of ranks, is the same run."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

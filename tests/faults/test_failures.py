@@ -1,7 +1,5 @@
 """Rows 1 to 3 and 20: a rank that raises, is killed, crashes, or finds no memory."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import re

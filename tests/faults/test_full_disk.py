@@ -1,7 +1,5 @@
 """Row 11: the disk of the run directory itself is full, so that no record can grow either."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

@@ -2,8 +2,6 @@
 rank; and no alarm where all is well.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import signal

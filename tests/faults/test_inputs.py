@@ -1,7 +1,5 @@
 """Rows 21 to 24: damaged data, hostile files, secrets, and who can reach a run from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

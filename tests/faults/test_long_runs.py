@@ -1,7 +1,5 @@
 """Row 25: clocks that jump, logs larger than memory should hold, metrics of a million steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Rows 18, 19 and 26: many launchers at once, a crash loop, and random faults for half an hour."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """Rows 4 to 6: the launcher killed, stop signals, and a stop signal in every place of a run."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

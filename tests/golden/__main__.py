@@ -1,7 +1,5 @@
 """`python -m tests.golden check|record`."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import sys

@@ -3,8 +3,6 @@
 Words may change; a number that moves, is lost or stands with another label does not stay unnoticed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

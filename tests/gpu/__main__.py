@@ -10,8 +10,6 @@ table.txt, and logs/ and raw/ by part. Exit code 1 when a part failed or was lef
 `--short` runs every part on the CPU at tiny size: it tests the parts and says nothing about a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -2,8 +2,6 @@
 function. In the short form the device is the CPU and everything is tiny, which tests the checks themselves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The real packages, offline: what each one's own store holds of a run (`make test-loggers`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A Slurm of two nodes on the namespaces of `harness.Cluster`: munged, slurmctld and two slurmd."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`bert-dp doctor` over two nodes: what differs, the clocks, and the rate of a link that is known."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

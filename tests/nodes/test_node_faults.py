@@ -1,7 +1,5 @@
 """Ranks, launchers, links and nodes that fail: who is named, who goes on, what is left."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

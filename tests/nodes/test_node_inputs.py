@@ -1,7 +1,5 @@
 """Input that several nodes cannot use: exit 2 on every node, with the node and the fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

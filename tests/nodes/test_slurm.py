@@ -1,7 +1,5 @@
 """configs/slurm.sbatch under a real Slurm: what is saved, requeued and resumed, and what is not."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Runs over several nodes: the model of one process, on one address."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -4,8 +4,6 @@
 the start to each of STEPS.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Run whole workers in ranks, several runs per spawn, and read what they left."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

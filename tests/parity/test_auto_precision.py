@@ -1,7 +1,5 @@
 """Two ranks under `precision: auto`, on CPUs with and without bf16 units, and on from a checkpoint there."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

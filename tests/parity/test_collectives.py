@@ -1,7 +1,5 @@
 """What each engine sends in one step: how much of what kind, in how many collectives (gloo, counted)."""
 
-from __future__ import annotations
-
 import collections
 import json
 import math

@@ -4,8 +4,6 @@ Captured, differentiated and partitioned as for a device, then run by torch's ow
 which takes seconds; inductor's C++ takes minutes and is in `make parity` and in test_matrix.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

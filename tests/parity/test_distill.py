@@ -1,7 +1,5 @@
 """N ranks distil what one rank distils, into a BiLSTM and into a transformer, with dropout on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """N ranks finetune what one rank finetunes, with dropout on, from the weights of a pretrained run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

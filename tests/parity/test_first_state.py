@@ -1,7 +1,5 @@
 """What a run begins with: run.init_from with and without moments, and a budget in epochs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

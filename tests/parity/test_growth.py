@@ -1,7 +1,5 @@
 """The table of how rounding grows, at a tenth of its length."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.parity.growth import BESIDE, measure

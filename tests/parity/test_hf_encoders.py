@@ -1,7 +1,5 @@
 """N ranks continue the pretraining of an encoder of transformers as one rank does, from where it stood."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

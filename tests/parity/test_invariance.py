@@ -1,7 +1,5 @@
 """Promise 1: N ranks train the model that 1 rank trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Promise 1 over the whole matrix: every engine, optimizer, number of ranks and tensor-parallel size."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A residual stream in bf16 trains as one in fp32 does, on one rank and on two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

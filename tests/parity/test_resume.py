@@ -1,7 +1,5 @@
 """Promise 3: bit-equal resume at the same N, exact sample order at another N."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

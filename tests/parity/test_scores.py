@@ -1,7 +1,5 @@
 """Scores of predictions that several ranks made, beside scikit-learn's and scipy's own functions."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Engines that wrap another package: a bad gradient on one rank, checkpoints from one engine to another."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

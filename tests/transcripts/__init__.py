@@ -3,8 +3,6 @@
 `python -m tests.transcripts --record [VERB...]` (`make transcripts`) records them; the diff is reviewed.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

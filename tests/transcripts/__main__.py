@@ -1,7 +1,5 @@
 """Record the transcripts of all verbs, or of those that are named: `python -m tests.transcripts --record`."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

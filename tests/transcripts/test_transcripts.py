@@ -1,7 +1,5 @@
 """Every verb prints what its transcript has; `make transcripts` records them anew."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`--after-save`: a command gets the path of each new checkpoint; its failure ends no run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Loss spikes and rows of skipped steps: when they are seen, when not."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The text operations of a transfer set, and what is read of a file with a teacher's logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The benchmark scripts run and their figures follow from their raw records. Timings decide nothing."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The BiLSTM student: beside torch's own bidirectional LSTM, padding, pairs, dropout, size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Checkpoints: bit-equal there and back, atomic saves, what is wrong is named, nothing executed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What is said before anything starts, word for word: batch, engines, data, idle settings, resuming."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

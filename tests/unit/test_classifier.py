@@ -1,7 +1,5 @@
 """The classifier against transformers' own, and what its logits must not depend on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

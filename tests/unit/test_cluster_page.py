@@ -1,7 +1,5 @@
 """docs/cluster.md: its files parse, and have no key that their engines do not know."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Configuration: precedence, strictness, files, and what a user is told when it does not fit."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

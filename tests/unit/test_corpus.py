@@ -1,7 +1,5 @@
 """Text to shards: exactness, independence of the number of processes, interruption, refusals."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Parameters and FLOPs against the model itself, peaks against their table."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

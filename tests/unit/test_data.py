@@ -1,7 +1,5 @@
 """Order and masks: a permutation, exact counts, and the same samples for any ranks, threads and batches."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """What is said of the data before a run and after a build: how much there is, how often it is passed over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The device and the cores of a rank, and what is asked of a device: its memory, its joules."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

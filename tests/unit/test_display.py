@@ -1,7 +1,5 @@
 """What the console shows of a growing run directory."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

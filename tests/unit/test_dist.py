@@ -1,7 +1,5 @@
 """Which rank this is, what ranks say to each other, and one clock for all."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The teacher's logits, words that a language model draws, losses, embeddings; a student as a model."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """How workers are started and end, on a clock that the test turns: the time they have to save, what a second
 signal does, and what is killed after a launcher that died."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,8 +1,6 @@
 """The machine as seen through fake kernel files and a fake nvidia-smi; every finding of doctor, and of the
 links between GPUs from nvidia-smi's own tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Issues, and how a command line ends that went wrong: one line and an exit code."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

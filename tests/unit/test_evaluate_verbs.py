@@ -1,7 +1,5 @@
 """What `finetune`, `eval` and `data build` ask of the modules that work, and what `export check` shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

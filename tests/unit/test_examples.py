@@ -1,7 +1,5 @@
 """Prepare labelled texts of GLUE and of a user, and refuse others."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import io

@@ -1,8 +1,6 @@
 """Every model of a shipped configuration as a graph for ONNX Runtime, at its own widths and two layers; and
 `make export`, which does it at full size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Our models beside the classes of transformers that they are exported to, with every parameter perturbed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

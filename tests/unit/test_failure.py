@@ -1,7 +1,5 @@
 """The first cause among what ranks and torchrun left behind, its explanation, and the card that shows it."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

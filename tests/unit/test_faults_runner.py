@@ -1,7 +1,5 @@
 """`make faults` runs the cases that the short form leaves out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

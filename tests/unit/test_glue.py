@@ -1,7 +1,5 @@
 """Test `eval glue` on made trials: scores, medians, the average, the rate, the pages."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What a rank checks and does before it goes on from a checkpoint, whoever has started it."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

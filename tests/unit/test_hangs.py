@@ -1,8 +1,6 @@
 """Whom the evidence names (stacks, states, places and collectives of ranks without progress), and when the
 watch reports, over heartbeats and stacks that a test writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

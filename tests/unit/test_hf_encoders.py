@@ -1,7 +1,5 @@
 """Encoders of transformers as the beginning of a run: they compute the same here, and go back unchanged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

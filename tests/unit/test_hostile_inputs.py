@@ -1,8 +1,6 @@
 """Input that nobody means: each is refused in one line with exit code 2, at once and in little memory, and
 nothing is written. What hangs here would hang for the user."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What verbs that start runs share: devices, and the directory that they go on in."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

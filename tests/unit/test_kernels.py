@@ -1,7 +1,5 @@
 """Products by oneDNN and torch, both ways of adding the gradient of looked-up rows, and dropout by place."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LAMB against timm's, and what an engine asks of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -1,7 +1,5 @@
 """Records sent to services, with fakes in their place: lines as they come, a cut, a failure, the child."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

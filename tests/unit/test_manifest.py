@@ -1,7 +1,5 @@
 """manifest.json of shards is read as a stranger's: what does not hold together is refused in one line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

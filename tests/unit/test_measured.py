@@ -1,7 +1,5 @@
 """What is measured of a machine and of a step: rates, a step taken apart, and whether compiling pays."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Memory peaks and out-of-memory kills, through fake kernel files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

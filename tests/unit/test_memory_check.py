@@ -1,7 +1,5 @@
 """The memory estimate of a rank beside what it may have: what is refused, and what is warned of."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

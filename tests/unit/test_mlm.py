@@ -1,7 +1,5 @@
 """Pretraining as a task: what is masked where, and the micro batches of any step as documented."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

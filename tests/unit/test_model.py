@@ -1,7 +1,5 @@
 """The model against restatements of its sources, and the contracts that the engines rely on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

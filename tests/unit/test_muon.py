@@ -1,7 +1,5 @@
 """Muon against a rule written through singular values, torch's AdamW, and an engine's contract."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

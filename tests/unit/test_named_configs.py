@@ -1,7 +1,5 @@
 """Configurations by name and on top of each other, and settings as they are written on a command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

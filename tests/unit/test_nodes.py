@@ -1,7 +1,5 @@
 """The place of a launcher among nodes, by options and by variables, and what node 0 refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

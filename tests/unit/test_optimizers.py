@@ -1,8 +1,6 @@
 """Schedules as functions of f, parameter groups, and what an engine asks of every optimizer: a skipped step,
 gradients that are divided, missing gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

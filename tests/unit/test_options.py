@@ -1,7 +1,5 @@
 """How the text of an option becomes a value, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bert-dp plan scaling`: its sources, its rows, and the options that it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

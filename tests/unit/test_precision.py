@@ -1,7 +1,5 @@
 """What `precision: auto` is, by CPU, engine and checkpoint: the same for launcher and ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

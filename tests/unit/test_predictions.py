@@ -1,7 +1,5 @@
 """`predict`: what is read of a file, and that an example's answer does not depend on its neighbours."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

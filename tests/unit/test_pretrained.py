@@ -1,7 +1,5 @@
 """A pretrained model for use: from a run, its newest good checkpoint or one checkpoint; what is refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

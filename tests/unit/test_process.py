@@ -1,7 +1,5 @@
 """A rank before it imports torch: its heartbeat, and logs and records on a disk that is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """hardware.yaml, and the scaling model against published throughput, none of which it was fitted to."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,8 +1,6 @@
 """bert-dp from Python: what an import loads, what a Run is, what is raised, what the shell completes. No rank
 is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The learning rate rules: published values, the equation that a run prints, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from operator import attrgetter
 

@@ -1,7 +1,5 @@
 """Records: whole lines or none, null for what is not finite, atomic files, locks, process identity."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

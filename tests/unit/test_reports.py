@@ -1,7 +1,5 @@
 """What holds of every report, on the page and on the console."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """When a failed run is started again: policy alone, with attempts played from a list."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

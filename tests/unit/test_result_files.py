@@ -1,8 +1,6 @@
 """The models of result files: today's files open and come back unchanged, older ones get what they lack, and
 a damaged or foreign file is one line that names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the launcher makes of a failure and of a stop signal that came as well."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

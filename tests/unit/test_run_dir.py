@@ -1,7 +1,5 @@
 """Which directories `bert-dp train` takes as a run directory."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

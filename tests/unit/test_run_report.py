@@ -1,7 +1,5 @@
 """The report of a run directory, whole, crashed or hostile, and of several beside each other."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The writer: one at a time, beside the caller; what becomes of an error."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The page and console report of a scaling benchmark: complete, partial, empty, of any size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The grid, and what follows from the records of its runs: without a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

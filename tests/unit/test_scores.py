@@ -1,7 +1,5 @@
 """Scores of a constant answer and those that are not defined; the rest: tests/parity/test_scores.py."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Secrets: which values count, and that no file or console line of ours holds one."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

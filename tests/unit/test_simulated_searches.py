@@ -3,8 +3,6 @@
 tests/simulated_searches.json is the record of the searches that they replaced on the same curves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

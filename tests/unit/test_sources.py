@@ -1,7 +1,5 @@
 """Readers: every format and compression, and every way in which input can be bad."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

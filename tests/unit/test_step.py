@@ -1,7 +1,5 @@
 """Stepping: the norm, the clip, the skip, the freed gradients, and an engine's state there and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -1,7 +1,5 @@
 """Profiled steps: which are refused, what is recorded of them, and that nothing half-written has a name."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -4,8 +4,6 @@ The ranks meet once and run every check; each becomes a test by its name. A chec
 before it asserts, so that one that fails does not hold up the next.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

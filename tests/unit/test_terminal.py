@@ -1,7 +1,5 @@
 """What reaches a terminal: no control characters, no secrets; and what happens without one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

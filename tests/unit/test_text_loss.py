@@ -1,7 +1,5 @@
 """`eval mlm`: which tokens and words of a text are drawn, what is divided by what, and what is said of it."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Rules of `tune batch` by hand: sizes, memory line, rates with their intervals, the choice."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

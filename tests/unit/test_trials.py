@@ -1,7 +1,5 @@
 """Short runs in processes of their own: when one is run again, on which cores, what a signal does."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

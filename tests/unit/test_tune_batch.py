@@ -1,7 +1,5 @@
 """`tune batch` without processes: the search on records made up, trials, cache."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

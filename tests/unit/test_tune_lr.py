@@ -1,7 +1,5 @@
 """The learning rate search on made loss surfaces, its arithmetic, its configurations and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Pages of the searches of the micro batch and of the learning rate: complete, partial, empty."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank from its configuration to its summary, and once more from its checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Pretraining that breaks where BERT_DP_TEST_FAULT says; see sitecustomize.py."""
 
-from __future__ import annotations
-
 from sitecustomize import COUNTER, break_now
 
 from tests.wrapped_task import WrappedTask

@@ -10,8 +10,6 @@ what:  raise | exit | segv | abort | bus | ill | kill | stop | sleep | gil | mis
 place: compile | data | step | eval | save
 """
 
-from __future__ import annotations
-
 import errno
 import importlib.abc
 import importlib.machinery
