@@ -21,28 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
 from bert_dp import files
-from bert_dp.config import (
-    MAX_RANKS,
-    Config,
-    ConfigError,
-    Issue,
-    absolute,
-    differing_settings,
-    dump_config,
-    engine_facts,
-    flat,
-    hf_directory,
-    hf_issues,
-    init_issues,
-    load_config,
-    read_data,
-    read_manifest,
-    tokenizer_issues,
-)
-from bert_dp.config.errors import install_command
+from bert_dp.config import MAX_RANKS, Config, ConfigError, Issue, engine_facts, install_command
+from bert_dp.config.checks import differing_settings, flat, init_issues
+from bert_dp.config.hf import hf_directory, hf_issues, tokenizer_issues
+from bert_dp.config.load import absolute, dump_config, load_config, shipped_configs
 from bert_dp.config.load import find_config as find_named_config
-from bert_dp.config.load import shipped_configs
-from bert_dp.config.manifest import Manifest
+from bert_dp.config.manifest import Manifest, read_data, read_manifest
 from bert_dp.config.own_code import code_issues
 from bert_dp.config.schema import Logger
 from bert_dp.files import PAGE
@@ -229,10 +213,8 @@ def built_data(config: Config) -> Path | None:
 
 
 def prepare_data(config: Config) -> Path:
-    """Check the shards and return their directory; build them from `data.sources` if necessary.
-
-    Raises ConfigError.
-    """
+    """Check the shards and return their directory; build them from `data.sources` if necessary. Raises
+    ConfigError."""
     if config.has_examples:  # each rank verifies its input
         return Path(config.data.path or "")
     return Path(_ask_for_data(config, "ensure"))
@@ -263,9 +245,7 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
-
-    Raises ConfigError for `option` if the directory is not writable or in use by another `what`.
-    """
+    Raises ConfigError for `option` if the directory is not writable or in use by another `what`."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -326,9 +306,7 @@ class Output(Generic[P]):
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> tuple[dict[str, Any], Path, Manifest]:
         """Prepare the data and call `begin_with`; return its fields, the shard directory and the manifest.
-
-        Raises ConfigError for issues with the data, or if the machine, versions or data have changed.
-        """
+        Raises ConfigError for issues with the data, or if the machine, versions or data have changed."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):
@@ -337,9 +315,7 @@ class Output(Generic[P]):
 
     def begin_with(self, data_hash: str) -> dict[str, Any]:
         """Write the plan and the environment, after the data is prepared. Raises ConfigError like `begin`.
-
-        Returns the fields of a result file that identify the machine, the configuration and the data.
-        """
+        Returns the fields of a result file that identify the machine, the configuration and the data."""
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))

@@ -50,10 +50,8 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
-    """Check the machine in under 30 s. `run_dir`: directory for runs.
-
-    No child process outlives it, even if it is killed.
-    """
+    """Check the machine in under 30 s. `run_dir`: directory for runs. No child process outlives it, even if
+    it is killed."""
     target = run_dir or Path()
     env = probe(target)
     findings = diagnose(env)
@@ -73,9 +71,8 @@ def diagnose(env: Environment) -> list[Finding]:
     torch, gpus = env.versions.get("torch"), len(env.gpus)
     build = "CPU" if "+cpu" in (torch or "") else "GPU"
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks a MIG instance
-    visible = (
-        f"{gpus} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
-    )
+    present = env.gpus_present
+    visible = f"{gpus} of {present} visible{names}" if present else "none, ranks use the CPU"
     absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the others idle"
     ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
     numa_nodes = len(env.numa_cores) or 1
@@ -102,7 +99,7 @@ def diagnose(env: Environment) -> list[Finding]:
         ),
         *driver,
         _finding(
-            gpus == env.gpus_present and not env.names_absent_gpus,
+            gpus == present and not env.names_absent_gpus,
             f"GPUs: {visible}",
             f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} {absent}",
             "unset it to use all",
@@ -153,24 +150,14 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
     findings = []
     if links:
         shown = "; ".join(f"{code} {pairs}" for code, pairs in sorted(links.items()))
-        findings.append(
-            _finding(
-                not {"SYS", "NODE"} & set(links),
-                f"GPU links (nvidia-smi topo -m): {shown}",
-                "gradients cross host bridges (SYS, NODE), which slow down every reduction",
-                "choose nearby GPUs with CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
-            )
-        )
-    transfers.pop("OK", None)
-    if transfers:
-        findings.append(
-            Finding(
-                "warn",
-                f"P2P is off: {'; '.join(f'{code} {pairs}' for code, pairs in transfers.items())}",
-                "each transfer goes through the host's memory, or NCCL hangs",
-                "turn ACS and the IOMMU off in the BIOS; otherwise NCCL_P2P_DISABLE=1 avoids the hang",
-            )
-        )
+        effect = "gradients cross host bridges (SYS, NODE), which slow down every reduction"
+        fix = "choose nearby GPUs with CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step"
+        is_near = not {"SYS", "NODE"} & set(links)
+        findings.append(_finding(is_near, f"GPU links (nvidia-smi topo -m): {shown}", effect, fix))
+    if off := "; ".join(f"{code} {pairs}" for code, pairs in transfers.items() if code != "OK"):
+        effect = "each transfer goes through the host's memory, or NCCL hangs"
+        fix = "turn ACS and the IOMMU off in the BIOS; otherwise NCCL_P2P_DISABLE=1 avoids the hang"
+        findings.append(Finding("warn", f"P2P is off: {off}", effect, fix))
     return findings
 
 
@@ -237,12 +224,8 @@ def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
     """Return a failure, or a warning after a timeout (the machine may be busy)."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
-        return Finding(
-            "warn",
-            message,
-            "unknown, as nothing was measured",
-            "run `bert-dp doctor` again when the machine is idle",
-        )
+        fix = "run `bert-dp doctor` again when the machine is idle"
+        return Finding("warn", message, "unknown, as nothing was measured", fix)
     return Finding("fail", f"{check}: {error}", consequence, fix)
 
 

@@ -76,8 +76,7 @@ class Environment:
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
-    max_processes: int | None
-    """Lower of the user's and the control group's limit, threads included; None = no limit."""
+    max_processes: int | None  # lower of user's and control group's limit, with threads; None = no limit
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
     gpus_present: int  # GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES
@@ -212,16 +211,9 @@ def existing(path: Path) -> Path:
     return next((p for p in (path, *path.parents) if p.is_dir()), path)
 
 
-def num_gpus(root: Path = ROOT) -> int:
-    """Count the GPUs that a worker will see, CUDA_VISIBLE_DEVICES respected, without importing torch."""
-    return len(find_gpus(root)[0])
-
-
-def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
-    """Return the visible GPUs, the number present and the error of nvidia-smi.
-
-    If nvidia-smi lists none, the kernel driver's list is read instead.
-    """
+def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
+    """Return the visible GPUs, the number present and the error of nvidia-smi. If nvidia-smi lists none, the
+    kernel driver's list is read instead."""
     devices: list[tuple[Gpu, str]] = []  # with the UUID, also valid in CUDA_VISIBLE_DEVICES
     divided: list[bool] = []  # whether divided by MIG
     error: str | None = None
@@ -293,6 +285,11 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def process_stat(pid: int) -> list[str]:
+    """Read proc_pid_stat(5) from the third field, the state; [] if the process is gone."""
+    return read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kept: str | None = None) -> str:

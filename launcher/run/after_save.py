@@ -1,7 +1,5 @@
 """Run the user's command with the path of each new checkpoint (`train --after-save`)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from bert_dp import files
 from bert_dp.files.reaper import child_environment, describe_exit_code
@@ -28,7 +27,7 @@ class AfterSave:
         self._passed = self._newest()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> AfterSave:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

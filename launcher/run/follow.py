@@ -41,8 +41,7 @@ def main(run_dir: Path, ranks: int, here: int) -> None:
     unknown = Failure(kind="no_cause", message="rank 0 exited without a summary")
     gone = failure.RankExit(0, None, time.monotonic_ns())  # only its parent can read its exit code
     logs = run_dir / "logs"
-    errors = failure.recorded_errors(logs)
-    cause = failure.decide_cause(logs, "", (gone,), unknown, hang=None, errors=errors) or unknown
+    cause = failure.first_cause(logs, "", (gone,), failure.recorded_errors(logs)) or unknown
     cause = failure.explain(cause, run_dir, ranks, memory.facts(), here)
     ended = outcome_of(run_dir, cause, unknown, ())
     facts: dict[str, object] = {"command_s": time.time() - began_s}

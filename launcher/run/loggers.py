@@ -5,8 +5,6 @@ launcher or by its exit. It prints lines for the user; output of the service goe
 exit code is 0 if everything was sent, INCOMPLETE if it has printed a warning.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -22,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 from bert_dp import files
 from bert_dp.config import flat, read_yaml
@@ -54,10 +52,11 @@ class Loggers:
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
-        self.exit_code = 0
-        """On exit: 0 = everything was sent; 1 = not everything; 128 + N = signal N stopped the wait."""
+        self.exit_code = (
+            0  # on exit: 0 = everything was sent; 1 = not all; 128 + N = signal N stopped the wait
+        )
 
-    def __enter__(self) -> Loggers:
+    def __enter__(self) -> Self:
         for name in self._names:
             child = subprocess.Popen(
                 [*module_command("launcher.run.loggers"), str(self._run_dir), name],
@@ -185,10 +184,8 @@ class StepReader:
 
 
 def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
-    """Return the values of summary.json with the paths of page and checkpoint, and the exit code.
-
-    A run without a summary has no values and exit code 1.
-    """
+    """Return the values of summary.json with the paths of page and checkpoint, and the exit code. A run
+    without a summary has no values and exit code 1."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is None:
         return {}, 1
@@ -203,8 +200,7 @@ class Writer(NamedTuple):
     """A new run in a service. Its functions may raise any exception."""
 
     where: str  # path or address of the run
-    write: Callable[[int, Mapping[str, float]], object]
-    """Send the numbers of an optimizer step; steps never decrease."""
+    write: Callable[[int, Mapping[str, float]], object]  # sends the numbers of a step; steps never decrease
     finish: Callable[[int, Mapping[str, Scalar], int], object]
     """Send the (possibly empty) summary at the last step, and close the run with the exit code."""
 

@@ -22,13 +22,10 @@ class Place(NamedTuple):
 
     nodes: int
     rank: int
-    address: str
-    """IP address of the rendezvous, on node 0."""
+    address: str  # IP address of the rendezvous, on node 0
     port: int
-    interface: str
-    """Network interface for the ranks of this node."""
-    nproc: str = "auto"
-    """Number of ranks on this node if --nproc gives none."""
+    interface: str  # network interface for the ranks of this node
+    nproc: str = "auto"  # number of ranks on this node if --nproc gives none
 
 
 class Variables(NamedTuple):
@@ -82,28 +79,22 @@ def find_place(
 
 
 def engine_variables(environ: Mapping[str, str]) -> Variables:
-    """Read the variables of the cluster manager that started this process on several nodes.
-
-    Raises ConfigError if two managers contradict each other, or srun started several launchers on a node.
-    """
+    """Read the variables of the cluster manager that started this process on several nodes. Raises
+    ConfigError if two managers contradict each other, or srun started several launchers on a node."""
     get, found = environ.get, {}
     # variables of a step; a batch script has SLURM_NNODES too, but runs only one launcher
     if (nodes := get("SLURM_STEP_NUM_NODES", "1")) != "1":
         if (tasks := get("SLURM_STEP_NUM_TASKS", nodes)) != nodes:
             message = f"{tasks} tasks on {nodes} nodes, but each node needs one launcher"
             raise refusal("srun", "conflict", message, "use srun --ntasks-per-node=1", tasks)
-        port = SLURM_PORTS[int(get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
-        host = first_host(get("SLURM_STEP_NODELIST", ""))
-        found["Slurm"] = Variables(nodes, get("SLURM_NODEID"), host, port)
+        first = first_host(get("SLURM_STEP_NODELIST", ""))
+        job_port = SLURM_PORTS[int(get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
+        found["Slurm"] = Variables(nodes, get("SLURM_NODEID"), first, job_port)
     if nodes := get("PET_NNODES", ""):
-        nproc = get("PET_NPROC_PER_NODE", "auto")  # torchrun also accepts gpu and cpu
-        found["Kubeflow"] = Variables(
-            nodes,
-            get("PET_NODE_RANK"),
-            get("PET_MASTER_ADDR"),
-            get("PET_MASTER_PORT", str(PORT)),
-            nproc if nproc.isdecimal() else "auto",
-        )
+        given = get("PET_NPROC_PER_NODE", "auto")  # torchrun also accepts gpu and cpu
+        nproc = given if given.isdecimal() else "auto"
+        rank, host, port = get("PET_NODE_RANK"), get("PET_MASTER_ADDR"), get("PET_MASTER_PORT", str(PORT))
+        found["Kubeflow"] = Variables(nodes, rank, host, port, nproc)
     if nodes := get("SKYPILOT_NUM_NODES", ""):
         hosts = get("SKYPILOT_NODE_IPS", "").split()
         found["SkyPilot"] = Variables(nodes, get("SKYPILOT_NODE_RANK"), hosts[0] if hosts else None)

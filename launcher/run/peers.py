@@ -41,20 +41,15 @@ ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26
 SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")
 
-SEE_THERE = "check its output there"
-
 Message = dict[str, Any]
 
 
 class Order(NamedTuple):
     """Instructions for a node's ranks, derived from the state of the other nodes."""
 
-    failed: bool
-    """A rank on another node failed: the ranks here get time to save, then exit."""
-    over: bool
-    """Kill the ranks now."""
-    signal: int = 0
-    """Stop signal received on another node; 0 = none."""
+    failed: bool  # a rank on another node failed: the ranks here get time to save, then exit
+    over: bool  # kill the ranks now
+    signal: int = 0  # stop signal received on another node; 0 = none
 
 
 class Link:
@@ -200,20 +195,16 @@ def listen(address: str, port: int) -> socket.socket:
         raise refusal("--rendezvous", "exists", message, hint, port) from None
 
 
-# --- node 0
-
-
 class Coordinator:
     """Coordinate the other nodes from node 0: their connections, newest messages and losses."""
 
     def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
         self.place, self._log, self._limit_s = place, log, limit_s
         self._secret, self._file = secrets.token_hex(32), run_dir / f".nodes-{secrets.token_hex(16)}"
+        self._links: list[Link] = []  # of members, and of launchers that are refused
         self._members: dict[int, Link] = {}
         self._hellos: dict[int, Message] = {}
-        self._said: dict[tuple[int, str], Message] = {}
-        """(node, kind) -> newest message."""
-        self._refused: list[Link] = []
+        self._said: dict[tuple[int, str], Message] = {}  # (node, kind) -> newest message
         self._issues: list[Issue] = []
         self._changed = threading.Condition()
         self._attempt, self._told_failed = 0, False
@@ -228,8 +219,6 @@ class Coordinator:
             message = f"{run_dir} is not writable ({error.strerror})"
             raise ConfigError([Issue("--run-dir", "not_found", message)]) from None
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
-
-    # connections
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -253,11 +242,11 @@ class Coordinator:
                         hosts = f"{self._hellos[rank]['host']} and {hello['host']}"
                         message, hint = f"{rank} was passed on two nodes, {hosts}", "number the nodes from 0"
                         issues = [Issue("--node-rank", "conflict", message, rank, hint=hint)]
-                        self._refused.append(link)
                         link.start(lambda message: None)  # its messages must not replace the first one's
                     else:
                         self._hellos[rank], self._members[rank] = hello, link
                         link.start(lambda message: self._note(rank, message))
+                    self._links.append(link)
                     self._note(issues=issues)
 
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
@@ -277,6 +266,13 @@ class Coordinator:
                 self._changed.wait(BEAT_S / 5)
         return done
 
+    def _refuse(self) -> None:
+        """Raise ConfigError for all issues so far and a lost node, if there are any."""
+        if lost := self.lost():
+            self._issues.append(Issue("--nnodes", "not_found", lost, hint="check its output there"))
+        if self._issues:
+            raise ConfigError(self._issues)
+
     def gather(self, hello: Message) -> None:
         """Wait for the launchers of all nodes; `hello`: facts about node 0. Raises ConfigError if a launcher
         does not connect, and for differences between nodes."""
@@ -285,14 +281,11 @@ class Coordinator:
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)
         for rank in list(self._members):
             self._issues += _differences(hello, self._hellos[rank])
-        if lost := self.lost():
-            self._issues.append(Issue("--nnodes", "not_found", lost, hint=SEE_THERE))
-        if not self._issues and (missing := [f"node {k}" for k in others if k not in self._members]):
+        self._refuse()
+        if missing := [f"node {k}" for k in others if k not in self._members]:
             message = f"{', '.join(missing)} did not connect within {ARRIVE_S:.0f} s"
             hint = "start `bert-dp train` there with the same --rendezvous, and check its output"
-            self._issues.append(Issue("--nnodes", "missing", message, self.place.nodes, hint=hint))
-        if self._issues:
-            raise ConfigError(self._issues)
+            raise refusal("--nnodes", "missing", message, hint, self.place.nodes)
         with_ranks = (f"{self.name(k)} with {count_of(n, 'rank')}" for k, n in enumerate(self.counts))
         self._log(f"nodes: {', '.join(with_ranks)}")
 
@@ -309,15 +302,13 @@ class Coordinator:
         """Node number of each rank."""
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
-    # messages
-
     def lost(self) -> str | None:
         """Describe a node whose launcher exited or sent nothing for hang_after_s, if there is one."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
     def _send(self, kind: str, **facts: Any) -> None:
-        for link in [*self._members.values(), *self._refused]:
+        for link in self._links:
             link.send(kind, **facts)
 
     def _all(self, kind: str, attempt: int | None = None) -> dict[int, Message]:
@@ -335,10 +326,7 @@ class Coordinator:
                 text = f"{message['hash'][:16]} on {self.name(rank)} and {data_hash[:16]} on node 0"
                 hint = "use the same shards on every node"
                 self._issues.append(Issue("data", "conflict", text, hint=hint))
-        if lost := self.lost():
-            self._issues.append(Issue("--nnodes", "not_found", lost, hint=SEE_THERE))
-        if self._issues:
-            raise ConfigError(self._issues)
+        self._refuse()
 
     def ask(self, rank: int, kind: str, **facts: Any) -> None:
         """Send a message to one node."""
@@ -445,7 +433,7 @@ class Coordinator:
         self._has_ended = True
         line = f"failed: {first_line(self._cause.headline())}" if self._cause and code == 1 else ""
         self._send("end", code=code, line=line, issues=[issue.to_json() for issue in issues])
-        for link in [*self._members.values(), *self._refused]:
+        for link in self._links:
             link.close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
@@ -468,9 +456,6 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
         coordinator.end(1)
 
 
-# --- the other nodes
-
-
 class Member:
     """Connection as seen by a node other than 0: follow node 0's orders and report back."""
 
@@ -480,8 +465,7 @@ class Member:
         self._heard: set[str] = set()
         self._looked_s = 0.0
         self._ranks: dict[int, tuple[Heartbeat, str]] = {}
-        self.heartbeats: Path | None = None
-        """Directory of the heartbeats of this node's ranks."""
+        self.heartbeats: Path | None = None  # directory of the heartbeats of this node's ranks
         link.start(self._hear)
 
     def _hear(self, message: Message) -> None:

@@ -22,6 +22,7 @@ from bert_dp.files.models import Failure, Summary
 from bert_dp.files.reaper import describe_exit_code, reaper
 from launcher import results
 from launcher.log import Log, print_error
+from launcher.machine.environment import process_stat
 from launcher.run.peers import Coordinator, Member
 from launcher.run.starters import WORKER, RankStart, start_command, start_environment
 from launcher.watch import failure
@@ -117,7 +118,7 @@ def run(
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         hang = hung if watch is not None and watch.ends else None
-        cause = failure.decide_cause(logs, said, exits, unknown, hang=hang, errors=errors)
+        cause = hang or failure.first_cause(logs, said, exits, errors)
         node, here = 0, nproc
         if nodes is not None:
             cause, node = nodes.blame(cause, unknown, failed_first)
@@ -141,7 +142,7 @@ def run_ranks(
 ) -> RanksEnded:
     """Start the ranks of this node and wait for them; no process of theirs is left. `pending`: stop signals
     received so far; grows."""
-    node, logs, memory = start.node, run_dir / "logs", MemoryWatch()
+    node, logs = start.node, run_dir / "logs"
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), *start.worker]
     launcher_log = logs / f"{start.launcher}.log"
@@ -170,7 +171,7 @@ def run_ranks(
                     store.close()
             workers = Workers(process, start.nproc)
             try:
-                _follow(workers, run_dir, start, pending, on_poll, log, memory, watch, peers)
+                _follow(workers, run_dir, start, pending, on_poll, log, watch, peers)
             finally:
                 failed_ns = time.monotonic_ns() if process.poll() else None
                 kill_tree(workers)
@@ -185,7 +186,7 @@ def run_ranks(
         log=str(launcher_log),
         errors=failure.recorded_errors(logs, start.ranks),
         exits=workers.exits,
-        memory=memory.facts(),
+        memory=workers.memory.facts(),
     )
 
 
@@ -196,7 +197,6 @@ def _follow(
     pending: list[int],
     on_poll: Callable[[], None],
     log: Log,
-    memory: MemoryWatch,
     watch: Watch | Member | None,
     peers: Coordinator | Member | None,
 ) -> None:
@@ -242,7 +242,6 @@ def _follow(
             on_poll()
         if watch is not None and (deadline is None or pending) and watch.poll(workers.by_rank()):
             return
-        memory.sample(workers.by_rank())
         workers.wait(POLL_S)
     if not failed and not _has_failed(run_dir, workers, start):
         on_poll()
@@ -282,6 +281,8 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     if stop and summary is None and (cause is unknown or by_stop):
         message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
+    elif cause.log is not None and not Path(cause.log).exists():  # that rank never opened one
+        cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
     if summary is None:
         steps = (line["step"] for line in files.read_lines(run_dir / "metrics.jsonl"))
         summary = Summary(status="failed", step=max(steps, default=0))
@@ -314,10 +315,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Find the workers among the descendants of `launcher`, and record how each exits.
-
-    A pidfd wakes us as soon as one exits: only a zombie's exit code is readable to others than its parent.
-    """
+    """Find the workers among the descendants of `launcher`; record their memory and how each exits. A pidfd
+    wakes us as soon as one exits: only a zombie's exit code is readable to others than its parent."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size
@@ -325,6 +324,7 @@ class Workers:
         self._present: dict[int, tuple[psutil.Process, int]] = {}  # pidfd -> worker, rank
         self._ended: set[psutil.Process] = set()
         self.exits: list[RankExit] = []
+        self.memory = MemoryWatch()
 
     def present(self) -> list[psutil.Process]:
         return [worker for worker, _ in self._present.values()]
@@ -334,6 +334,7 @@ class Workers:
 
     def wait(self, seconds: float) -> None:
         """Wait for `seconds`, or until a worker exits."""
+        self.memory.sample(self.by_rank())
         if len(self._present) < self._size:
             self._find()
         for descriptor, _ in self._poller.poll(seconds * 1000):
@@ -379,11 +380,8 @@ def _rank(child: psutil.Process) -> int | None:
 
 def _exit_code(pid: int) -> int | None:
     """Read the exit code of a zombie, -N for signal N, from the last field of proc_pid_stat(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if fields[0] != "Z":
+    fields = process_stat(pid)
+    if fields[:1] != ["Z"]:
         return None
     status = int(fields[49])
     return -(status & 127) if status & 127 else status >> 8

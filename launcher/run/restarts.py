@@ -16,8 +16,7 @@ from launcher.run import processes
 from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
-WITHOUT_PROGRESS = 3
-"""Number of consecutive failures without a newer checkpoint after which restarting is pointless."""
+WITHOUT_PROGRESS = 3  # consecutive failures without a newer checkpoint that make restarting pointless
 
 Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
 
@@ -77,20 +76,13 @@ def supervise(
         wait_s = 2.0**idle
         if after != before or resume == "never":  # else the requested checkpoint has not been read yet
             resume = "auto"
-        place = f"step {after[0]}" if after[0] >= 0 else "the start"
+        place, headline = f"step {after[0]}" if after[0] >= 0 else "the start", failure.headline()
         log(
             f"restart {len(past) + 1} of {options.max_restarts} in {wait_s:.0f} s on "
-            f"{count_of(ranks, 'rank')} from {place}: {first_line(failure.headline())}"
+            f"{count_of(ranks, 'rank')} from {place}: {first_line(headline)}"
         )
-        past.append(
-            Restart(
-                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                step=after[0],
-                ranks=ranks,
-                cause=failure.headline(),
-                failure_kind=failure.kind,
-            )
-        )
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        past.append(Restart(date=date, step=after[0], ranks=ranks, cause=headline, failure_kind=failure.kind))
         if stop := (sleep or wait_for_signal)(wait_s):
             stopped = Summary(status="stopped", signal=stop)
             processes.complete_summary(run_dir, status=stopped.status, signal=stop)
@@ -112,7 +104,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
     """Find the largest number of ranks that divides the batch, excluding a killed rank or lost GPUs."""
-    gpus = environment.num_gpus() if config.run.device != "cpu" else 0
+    gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:
         most = ranks - 1

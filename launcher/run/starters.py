@@ -126,10 +126,8 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of deepspeed's runner; it starts a node launcher, which starts the workers.
-
-    deepspeed sets CUDA_VISIBLE_DEVICES to 0..N-1 in every case; `env` restores the user's choice.
-    """
+    """Build the command of deepspeed's runner; it starts a node launcher, which starts the workers. deepspeed
+    sets CUDA_VISIBLE_DEVICES to 0..N-1 in every case; `env` restores the user's choice."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     return [

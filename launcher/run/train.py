@@ -15,32 +15,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from bert_dp import files as record
-from bert_dp.config import (
-    BF16_UNITS,
-    CLOCKED,
-    METERED,
-    BatchLayout,
-    Config,
-    ConfigError,
-    ExamplesManifest,
-    Issue,
-    Manifest,
-    batch_at,
-    batch_layout,
-    changed_settings,
-    dump_config,
-    export_formats,
-    flat,
-    hf_directory,
-    no_effect,
-    peak_lr,
-    progress_at,
-    read_data,
-    residual_issues,
-    with_budget,
-)
-from bert_dp.config.checks import ProfilePlan, profile_issues, rank_sets, spread_issues
+from bert_dp.config import ConfigError, Issue, checks, dump_config, flat, hf_directory
+from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, peak_lr, progress_at, with_budget
+from bert_dp.config.checks import ProfilePlan
+from bert_dp.config.manifest import ExamplesManifest, Manifest, read_data
 from bert_dp.config.own_code import changed_code
+from bert_dp.config.schema import CLOCKED, METERED, Config
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
 from bert_dp.files import PAGE
 from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_counters
@@ -91,7 +71,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
             of_ranks = [nodes.name(node) for node in nodes.nodes]
         ranks = len(of_ranks)
         layout = batch_layout(job.config, ranks)
-        if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
+        if spread := checks.spread_issues(of_ranks, checks.rank_sets(job.config, ranks)):
             raise ConfigError(spread)
         # counters are local, so they would miss the other nodes
         gpus = job.machine.gpus[:ranks] if job.gpus and place is None else ()
@@ -107,7 +87,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
         checkpoint = checkpoint_to_resume(run_dir, resume)
         kept = checkpoint[1].precision if checkpoint else None
         memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept, here=here)
-        if narrow := residual_issues(job.config, memory.precision):
+        if narrow := checks.residual_issues(job.config, memory.precision):
             raise ConfigError(narrow)
         too_much = [] if options.force else memory.issues()
         tight = [] if too_much else memory.issues(above=1.0)
@@ -192,7 +172,7 @@ def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir:
     """Check that the run has the steps and ranks to be profiled. Raises ConfigError."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     done = checkpoint[1].step if checkpoint else 0
-    if plan and (issues := profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
+    if plan and (issues := checks.profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
         raise ConfigError(issues)
 
 
@@ -208,7 +188,7 @@ def start_warnings(
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
-        *map(str, no_effect(config, ranks)),
+        *map(str, checks.no_effect(config, ranks)),
         *(data_warnings(config, manifest) if manifest else []),
     ]
     if here > cores and not job.gpus:
@@ -223,7 +203,7 @@ def start_warnings(
     if anyone_writes(run_dir):  # only a warning: file systems without modes must still allow resuming
         warnings.append(f"{run_dir} is writable by every user; run `chmod o-w` on it")
     if config.precision == "bf16" and not job.gpus and not job.machine.bf16_units:
-        units = " or ".join(BF16_UNITS)
+        units = " or ".join(checks.BF16_UNITS)
         warnings.append(f"precision: bf16 is emulated on this CPU, which has no {units}; use auto or fp32")
     return warnings
 
@@ -416,7 +396,7 @@ def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) ->
     """List settings that must match the checkpoint's run but differ in `config`."""
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     was_moved = before is not None and not (hf_directory(before) or Path(before)).exists()
-    issues = [*changed_settings(facts.config, config), *changed_code(facts.code, config)]
+    issues = [*checks.changed_settings(facts.config, config), *changed_code(facts.code, config)]
     if config.data.path is not None:  # data.build describes the shards; their hash is compared
         issues = [issue for issue in issues if not issue.setting.startswith("data.build.")]
     if before != now and not was_moved:
@@ -435,9 +415,6 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     if unit in METERED:  # a part of its reserve may be left
         return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
-
-
-# --- memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -552,15 +529,13 @@ def describe(
         ),
         f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
         f"rate    {peak_lr(config).equation}; {config.optim.name}",
-        f"export  {export_formats(config)}",
+        f"export  {checks.export_formats(config)}",
     ]
 
 
 def describe_length(config: Config, step_tokens: int | None) -> str:
     """Describe the length of a run: steps, hours or epochs, and tokens if their number is known.
-
-    `step_tokens`: tokens of a whole batch; None if it varies from step to step.
-    """
+    `step_tokens`: tokens of a whole batch; None if it varies from step to step."""
     schedule, steps = config.schedule, expected_steps(config)
     length = "" if steps is None else count_of(steps, "step")
     if schedule.hours is not None:

@@ -22,15 +22,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from bert_dp import files
-from bert_dp.config import (
-    Config,
-    ConfigError,
-    decide_precision,
-    dump_config,
-    load_config,
-    residual_issues,
-    resolve,
-)
+from bert_dp.config import Config, ConfigError, dump_config, load_config, resolve
+from bert_dp.config.checks import decide_precision, residual_issues
 from bert_dp.files.models import FailureKind, Summary
 from bert_dp.files.reaper import reaper
 from launcher import children, results
@@ -56,8 +49,9 @@ class Repeat:
     name: str
     parts: dict[str, list[list[float]]]  # name of PARTS -> [rank][step]
     memory_gib: list[float]
-    exposed_s: list[float]
-    """Seconds of reductions not overlapped by the backward pass, as DDP samples them on rank 0; else []."""
+    exposed_s: list[
+        float
+    ]  # reductions not overlapped by the backward pass, sampled by DDP on rank 0; else []
     curve: list[tuple[int, float]]  # (tokens, loss) of each logged step with a finite loss
     summary: Summary
 
@@ -169,10 +163,8 @@ class Slot:
 
 
 def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
-    """Divide the devices among at most `most` concurrent trials of `ranks` ranks.
-
-    `gpus`: number of visible GPUs, 0 = CPU ranks; `cores`: number of usable cores.
-    """
+    """Divide the devices among at most `most` concurrent trials of `ranks` ranks. `gpus`: number of visible
+    GPUs, 0 = CPU ranks; `cores`: number of usable cores."""
     count = max(1, min((gpus or cores) // ranks, most))
     if gpus:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -207,11 +199,8 @@ class TrialOutcome:
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
-    """Choose a precision for all trials of a verb, common to all engines.
-
-    On GPUs it may stay auto: only a rank can query their generation. Raises ConfigError if the model needs
-    another precision.
-    """
+    """Choose a precision for all trials of a verb, common to all engines. On GPUs it may stay auto: only a
+    rank can query their generation. Raises ConfigError if the model needs another precision."""
     precision: str = config.precision
     if not on_gpu:
         precision = decide_precision(precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
@@ -231,9 +220,7 @@ def timed_config(
     **sections: Any,
 ) -> Config:
     """Adapt `config` to a short timed run at this batch, without ramp, checkpoints and evaluations.
-
-    Compilation stays as in the run itself. `sections`: further settings.
-    """
+    Compilation stays as in the run itself. `sections`: further settings."""
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
     own: dict[str, Any] = {
@@ -253,11 +240,8 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial in an earlier call; None if it must be run (again).
-
-    Trials with the same configuration are the same, wherever the data is: the output directory stores the
-    data's hash.
-    """
+    """Return the outcome of this trial in an earlier call; None if it must be run (again). Trials with the
+    same configuration are the same, wherever the data is: the output directory stores the data's hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -326,10 +310,8 @@ class _Running:
 
 @contextlib.contextmanager
 def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
-    """Provide a Runner for the block; stop signals are only recorded there.
-
-    No child outlives this process, however it exits. Files in OUT/.scratch are removed at the end.
-    """
+    """Provide a Runner for the block; stop signals are only recorded there. No child outlives this process,
+    however it exits. Files in OUT/.scratch are removed at the end."""
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:

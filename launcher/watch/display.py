@@ -14,16 +14,8 @@ from bert_dp.config import Config
 from bert_dp.files.models import HeldOut, Summary
 from launcher import results
 from launcher.log import PLAIN, show
-from launcher.report import run_page
-from launcher.report.formats import (
-    count_of,
-    format_count,
-    format_duration,
-    format_lr,
-    format_percent,
-    format_si,
-    number,
-)
+from launcher.report import formats, run_page
+from launcher.report.formats import format_count, format_si, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,7 +117,7 @@ class Display:
         parts = [activity]
         if line:
             loss = run_page.loss_in(self._config.training_loss_unit, line.get("loss"))
-            parts += [format_percent(done), left_text(left), f"loss {loss}"]
+            parts += [formats.format_percent(done), left_text(left), f"loss {loss}"]
         text = " | ".join(filter(None, parts))
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
@@ -169,10 +161,10 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
     get = metrics.get
     parts = (
         f"step {format_count(get('step'))}",
-        format_percent(get("progress")),
+        formats.format_percent(get("progress")),
         f"loss {run_page.loss_in(unit, get('loss'))}",
-        f"lr {format_lr(get('lr'))}",
-        f"{format_si(get('tokens_per_s'), 'tokens/s')} over {count_of(get('world_size'), 'rank')}",
+        f"lr {formats.format_lr(get('lr'))}",
+        f"{format_si(get('tokens_per_s'), 'tokens/s')} over {formats.count_of(get('world_size'), 'rank')}",
         format_si(get("global_steps_per_s"), "global steps/s"),
         left_text(eta),
     )
@@ -181,7 +173,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 def left_text(seconds: float | None) -> str:
     """Format the time left; "" for less than a second, since saving and evaluation follow."""
-    return "" if seconds is None or seconds < 1 else f"left {format_duration(seconds)}"
+    return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 
 def heldout_line(line: Mapping[str, Any]) -> str:

@@ -72,16 +72,11 @@ class RankExit:
 class RanksEnded(StoredModel):
     """Exits and errors of the ranks of one node. Times are of CLOCK_MONOTONIC."""
 
-    code: int
-    """Exit code of the launcher's process."""
-    failed_ns: int | None
-    """Time when that process failed; None: it did not fail, or we killed it."""
-    said: str
-    """End of its output, at most TAIL_BYTES, without secrets."""
-    log: str
-    """Path of its log."""
-    errors: list[Failure]
-    """Errors recorded by the ranks."""
+    code: int  # exit code of the launcher's process
+    failed_ns: int | None  # time when that process failed; None: it did not fail, or we killed it
+    said: str  # end of its output, at most TAIL_BYTES, without secrets
+    log: str  # path of its log
+    errors: list[Failure]  # recorded by the ranks
     exits: list[RankExit]
     memory: RunMemory
 
@@ -91,24 +86,6 @@ class RanksEnded(StoredModel):
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
         return self.model_copy(update={"errors": errors, "exits": exits, "failed_ns": failed_ns})
-
-
-def decide_cause(
-    logs: Path,
-    launcher_said: str,
-    exits: Sequence[RankExit],
-    unknown: Failure,
-    *,
-    hang: Failure | None,
-    errors: Sequence[Failure],
-) -> Failure | None:
-    """Find why a run ended: the hang it was killed for, else the earliest error of a rank (None if there is
-    none), completed with its log, consequences and the ranks with the same error. `unknown`: supplies the log
-    if that rank never opened one."""
-    cause = hang or first_cause(logs, launcher_said, exits, errors)
-    if cause is not None and (cause.log is None or not Path(cause.log).exists()):
-        cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
-    return cause
 
 
 def error_files(logs: Path, ranks: Sequence[int] | None = None) -> list[Path]:
@@ -127,7 +104,8 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, launcher_said: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the earliest error of a rank; add its log, consequences and the ranks with the same error."""
+    """Find the earliest error of a rank; add its log, consequences and the ranks with the same error. None if
+    no rank recorded an error or exited without one."""
     # a rank killed by a signal recorded no error: errors of other ranks are its consequences if they are
     # later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
@@ -197,11 +175,9 @@ def _consequences(
 ) -> list[str]:
     """Describe the exits of the other ranks. The launcher stops remaining ranks with SIGTERM."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
-    for rank_exit in silent:
-        if rank_exit.code is not None and rank_exit.code not in (-signal.SIGTERM, 1):
-            lines.setdefault(
-                rank_exit.rank, f"rank {rank_exit.rank}: {describe_exit_code(rank_exit.code, '')}"
-            )
+    for each in silent:
+        if each.code is not None and each.code not in (-signal.SIGTERM, 1):
+            lines.setdefault(each.rank, f"rank {each.rank}: {describe_exit_code(each.code, '')}")
     return [lines[rank] for rank in sorted(lines) if rank not in causes]
 
 
@@ -369,9 +345,6 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
         lines.append(f"  consequence: {more} more ranks; all in summary.json")
     lines += [f"  | {line}" for line in failure.log_tail]
     return [safe(line) for line in lines]
-
-
-# --- memory of the ranks
 
 
 class MemoryWatch:

@@ -20,7 +20,7 @@ from bert_dp.config import ENGINES
 from bert_dp.config.schema import RunConfig
 from bert_dp.files import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
 from bert_dp.files.models import Failure
-from launcher.machine.environment import read_text
+from launcher.machine.environment import process_stat, read_text
 
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # most time counted between two polls: this process may have been stopped
@@ -119,16 +119,6 @@ class OtherNodes(Protocol):
     def evidence(self) -> dict[int, tuple[tuple[Frame, ...], Collectives]]: ...
 
 
-@dataclasses.dataclass
-class RankActivity:
-    """Last heartbeat of a rank, and when (on the watch's clock) it last changed."""
-
-    heartbeat: Heartbeat
-    moved_s: float
-    heard_s: float
-    state: str = "S"  # state of its process; see RankSnapshot
-
-
 class Watch:
     """Watch the ranks' heartbeats; call `poll` often. Reports go to `log`, line by line, and to RUN/hang.txt.
 
@@ -141,27 +131,27 @@ class Watch:
         self._run_dir, self._log, self._limits = run_dir, log, limits
         self._looked = time.monotonic()
         self._clock_s = 0.0
-        self._ranks: dict[int, RankActivity] = {}
+        self._ranks: dict[int, RankSnapshot] = {}  # by the last poll; without stacks and collectives
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
         self.hang: Failure | None = None  # reported hang, while the run makes no progress
         self.ends = False  # whether the run must be killed for it
         self.heartbeats: Path | None = None  # directory of the heartbeats; None = in the run directory
-        self.others: OtherNodes | None = None
-        """Launchers of the other nodes; they report their ranks every second."""
+        self.others: OtherNodes | None = (
+            None  # launchers of other nodes; they report their ranks every second
+        )
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
-        """Check the ranks (rank -> process) if it is time. Returns the hang if the run must be killed.
-
-        `now`: seconds on the monotonic clock; default: the clock.
-        """
+        """Check the ranks (rank -> process) if it is time. Returns the hang if the run must be killed. `now`:
+        seconds on the monotonic clock; default: the clock."""
         now = time.monotonic() if now is None else now
         if now - self._looked < LOOK_EVERY_S or not workers:
             return None
-        self._clock_s += min(now - self._looked, UNWATCHED_S)
+        passed_s = min(now - self._looked, UNWATCHED_S)
+        self._clock_s += passed_s
         self._looked = now
-        self._read(workers)
+        self._read(workers, passed_s)
         if self.hang is not None:
             return self._follow_hang()
         if self._is_hung():
@@ -173,18 +163,15 @@ class Watch:
         others = self.others.heartbeats() if self.others else {}
         return {**others, **look(self._run_dir, workers, self.heartbeats)}
 
-    def _read(self, workers: Mapping[int, psutil.Process]) -> None:
-        clock, seen = self._clock_s, self._look(workers)
-        self._ranks = {rank: activity for rank, activity in self._ranks.items() if rank in seen}
-        for rank, (beat, state) in seen.items():
-            activity = self._ranks.setdefault(rank, RankActivity(beat, clock, clock))
-            activity.state = state
-            if beat.progress != activity.heartbeat.progress:
-                activity.moved_s = clock
-            if beat.alive != activity.heartbeat.alive:
-                activity.heard_s = clock
-            activity.heartbeat = beat
-        beats = [activity.heartbeat for activity in self._ranks.values()]
+    def _read(self, workers: Mapping[int, psutil.Process], passed_s: float) -> None:
+        before, clock = self._ranks, self._clock_s
+        self._ranks = {}
+        for rank, (beat, state) in sorted(self._look(workers).items()):
+            last = before.get(rank)
+            silent_s = last.silent_s + passed_s if last and beat.progress == last.heartbeat.progress else 0.0
+            unheard_s = last.unheard_s + passed_s if last and beat.alive == last.heartbeat.alive else 0.0
+            self._ranks[rank] = RankSnapshot(rank, beat, silent_s, unheard_s, state)
+        beats = [snapshot.heartbeat for snapshot in self._ranks.values()]
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
             self._completed, self._completed_s = step, clock
@@ -192,30 +179,21 @@ class Watch:
             self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
             self._completed, self._completed_s = step - 1, clock
 
-    def _snapshot(self, rank: int) -> RankSnapshot:
-        activity, clock = self._ranks[rank], self._clock_s
-        silent_s, unheard_s = clock - activity.moved_s, clock - activity.heard_s
-        return RankSnapshot(rank, activity.heartbeat, silent_s, unheard_s, activity.state)
-
     def _is_hung(self) -> bool:
-        started = [rank for rank, activity in self._ranks.items() if activity.heartbeat != ABSENT]
+        started = [snapshot for snapshot in self._ranks.values() if snapshot.heartbeat != ABSENT]
         if not started or self._clock_s < self._next_look_s:
             return False  # no data: workers are starting, or cannot write heartbeats
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
             return False  # a silent node counts as lost, whatever its ranks do
         limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))
-        phases = {PHASES[activity.heartbeat.phase] for activity in self._ranks.values()}
-        patient = bool(phases & set(PATIENT)) or not self._steps
-        snapshots = [self._snapshot(rank) for rank in started]
-        if min(s.silent_s for s in snapshots) >= (max(limit, PATIENT_S) if patient else limit):
+        patient = any(s.phase in PATIENT for s in self._ranks.values()) or not self._steps
+        if min(s.silent_s for s in started) >= (max(limit, PATIENT_S) if patient else limit):
             return True
         # imports and loading hold the interpreter lock for long, so a rank may freeze in set-up
-        return any(
-            s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in snapshots
-        )
+        return any(s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in started)
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
-        snapshots = [self._snapshot(rank) for rank in sorted(self._ranks)]
+        snapshots = list(self._ranks.values())
         if self.others is not None:
             self.others.ask_for_evidence()
         found = evidence(self._run_dir, workers, [s for s in snapshots if s.rank in workers])
@@ -244,13 +222,13 @@ class Watch:
             log_tail=lines[1:],
         )
         self._reported_s = self._clock_s
-        self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
+        self._hung_since_s = self._clock_s - max(s.silent_s for s in snapshots)
         end_s = self._limits.end_hung_after_s
         end = f"ended in {end_s:.0f} s" if end_s else "not ended"
         self._tell([*lines, f"  the run is {end} unless it continues; saved in {self._run_dir / 'hang.txt'}"])
 
     def _follow_hang(self) -> Failure | None:
-        if all(activity.moved_s > self._reported_s for activity in self._ranks.values()):
+        if all(s.silent_s < self._clock_s - self._reported_s for s in self._ranks.values()):
             self.tell_continued()
             return None
         self.ends = 0 < self._limits.end_hung_after_s <= self._clock_s - self._reported_s
@@ -276,7 +254,8 @@ def look(
     for rank, worker in workers.items():
         beat = read_heartbeat(heartbeat_path(run_dir, rank, heartbeats))
         is_current = beat is not None and beat.pid == worker.pid
-        seen[rank] = (beat if beat is not None and is_current else ABSENT, process_state(worker.pid))
+        state = (process_stat(worker.pid) or ["X"])[0]  # X: it is gone
+        seen[rank] = (beat if beat is not None and is_current else ABSENT, state)
     return seen
 
 
@@ -311,14 +290,6 @@ def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives |
     beat = snapshot.heartbeat
     is_current = (facts.get("pid"), facts.get("progress")) == (beat.pid, beat.progress)
     return tuple(facts["collectives"]) if is_current else None
-
-
-def process_state(pid: int) -> str:
-    """Read the state of a process, a letter as in proc_pid_stat(5); "X" if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "X"
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
@@ -358,10 +329,9 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     # GPU's queue is full
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
-        in_kernel = frozen[0].state == "D"
-        reason = (
-            "stuck in the kernel" if in_kernel else "holds the interpreter lock (GIL), or gets no CPU time"
-        )
+        reason = "holds the interpreter lock (GIL), or gets no CPU time"
+        if frozen[0].state == "D":
+            reason = "stuck in the kernel"
         return _named(frozen, f"not schedulable: {reason}")
     if len(snapshots) == 1:
         return _named(snapshots, "makes no progress")
@@ -466,9 +436,7 @@ def report(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis) -> list[
     lines, others = [headline(snapshots, diagnosis)], []
     for s in snapshots:
         if s.rank in diagnosis.ranks:
-            lines.append(
-                f"  rank {s.rank} at {s.where}" if s.where else f"  rank {s.rank}: no stack available"
-            )
+            lines.append(f"  rank {s.rank}{f' at {s.where}' if s.where else ': no stack available'}")
             lines += [f"    | {frame}" for frame in s.stack[:STACK_LINES]]
         else:
             sure, what = waits_in(s.stack)

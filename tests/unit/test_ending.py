@@ -21,6 +21,7 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import dump_config
 from bert_dp.files import reaper
+from bert_dp.files.models import Failure
 from launcher.run import processes
 from launcher.run.peers import Order
 from launcher.run.starters import LAUNCHERS, RankStart, start_command, start_environment
@@ -214,6 +215,23 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     assert (tmp_path / "signals").exists() == is_stopping
 
 
+def test_a_hang_is_the_cause_before_an_error_of_a_rank(tmp_path: Path, clock: Clock) -> None:
+    """With the log of the tool where the rank that hung has none."""
+    log = tmp_path / "logs" / "rank-2.log"
+    hang = Failure(kind="hang", rank=2, message="hang in step 3", log=str(log), log_tail=["  | frame"])
+
+    def poll(workers: Any) -> bool:
+        raised(1)
+        return Path("ready").exists()
+
+    watch: Any = SimpleNamespace(hang=hang, ends=True, poll=poll)
+    ended = processes.run(tmp_path, RankStart(1, []), watch=watch)
+    assert ended.failure.headline() == "rank 2: hang in step 3"
+    assert (ended.failure.log, ended.failure.log_tail) == (str(log.with_name("torchrun.log")), [])
+    log.touch()
+    assert processes.run(tmp_path, RankStart(1, []), watch=watch).failure == hang
+
+
 def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the directory for what is of no use afterwards is gone."""
     asked: list[Any] = []
@@ -378,41 +396,42 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     assert waited == [200.0]
 
 
-def test_threads_interfaces_and_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an interface, a launcher around us or a limit of threads says in our own environment."""
-    foreign = ("PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU")
+def test_the_environment_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an interface or a launcher around us says in our own environment; the user's limit of threads
+    and settings of torch's flight recorder win."""
+    foreign = {"PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"}
+    always = {
+        **{
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_NCCL_ENABLE_TIMING": "1",
+        },
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/run/logs/nccl-trace-rank-",
+        "BERT_DP_LOG_DIR": f"{tmp_path}/run/logs",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+    }
+    of_a_tool = {
+        "accelerate": {"PET_RDZV_ENDPOINT": f"{tmp_path}/agent", "PET_RDZV_ID": "bert-dp"},
+        "deepspeed": {"DS_ACCELERATOR": "cpu"},
+    }
+    for name in ("OMP_NUM_THREADS", *always):
+        monkeypatch.delenv(name, raising=False)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *foreign):
         monkeypatch.setenv(name, "eth0")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
-        environ = start_environment(RankStart(ranks, [], "deepspeed", grace_s=299.7), tmp_path, tmp_path)
-        assert environ["OMP_NUM_THREADS"] == threads
-    assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
-    assert (environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], environ["DS_ACCELERATOR"]) == ("300", "cpu")
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     for tool in LAUNCHERS:
-        environ = start_environment(RankStart(1, [], tool), tmp_path, tmp_path)
-        assert not {*foreign} & environ.keys()
-        assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
+        own = of_a_tool.get(tool, {})
+        for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
+            start = RankStart(ranks, [], tool, grace_s=299.7)
+            environ = start_environment(start, tmp_path / "run", tmp_path)
+            assert {**always, **loopback, **own, "OMP_NUM_THREADS": threads}.items() <= environ.items()
+            assert not (foreign | {"PET_RDZV_ENDPOINT", "DS_ACCELERATOR"}) - own.keys() & environ.keys()
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    on_gpu = start_environment(RankStart(3, [], "deepspeed", on_gpu=True), tmp_path, tmp_path)
-    assert (on_gpu["OMP_NUM_THREADS"], "DS_ACCELERATOR" in on_gpu) == ("5", False)
-
-
-def test_ranks_record_their_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_TIMING")
-    names = (*recorded, "TORCH_FR_DUMP_TEMP_FILE")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
-    environ = start_environment(RankStart(2, []), run_dir, scratch)
-    assert [environ[name] for name in names] == ["2000", "1", "1", f"{run_dir}/logs/nccl-trace-rank-"]
-    assert environ["BERT_DP_LOG_DIR"] == f"{run_dir}/logs"
-    assert "PET_RDZV_ENDPOINT" not in environ
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    environ = start_environment(RankStart(2, [], "accelerate"), run_dir, scratch)
-    assert environ["TORCH_FR_BUFFER_SIZE"] == "0"
-    assert (environ["PET_RDZV_ENDPOINT"], environ["PET_RDZV_ID"]) == (f"{scratch}/agent", "bert-dp")
+    on_gpu = start_environment(RankStart(3, [], "deepspeed", on_gpu=True), tmp_path, tmp_path)
+    assert (on_gpu["OMP_NUM_THREADS"], on_gpu["TORCH_FR_BUFFER_SIZE"]) == ("5", "0")
+    assert "DS_ACCELERATOR" not in on_gpu
 
 
 @pytest.mark.parametrize("visible", [None, "", "3,1"])

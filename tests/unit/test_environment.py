@@ -19,7 +19,7 @@ from launcher import children
 from launcher.cli.app import app
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose, link_findings
-from launcher.machine.environment import Environment, Gpu, cgroup_limit, num_gpus, probe
+from launcher.machine.environment import Environment, Gpu, cgroup_limit, probe
 from launcher.run.starters import RankStart, start_environment
 from tests.e2e.cli import wait_for
 from tests.helpers import raised_issues, write_files
@@ -94,7 +94,7 @@ def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monk
 def test_gpus_from_nvidia_smi(smi):
     smi(f"cat <<'END'\n{CSV}END")
     facts = probe()
-    assert num_gpus() == facts.gpus_present == 3
+    assert len(facts.gpus) == facts.gpus_present == 3
     assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06", None, 81000 / 1024)
     assert facts.gpus[2].memory_gib is None
     assert facts.rank_memory(1, True) == (81000 / 1024, "free of the 79.6 GiB of GPU 0")
@@ -110,7 +110,7 @@ def test_gpus_from_nvidia_smi(smi):
 def test_of_divided_gpus_cuda_shows_one_instance(smi):
     smi(f"cat <<'END'\n{CSV.replace('Disabled', 'Enabled')}END")
     facts = probe()
-    assert (num_gpus(), facts.gpus_present) == (1, 3)
+    assert facts.gpus_present == 3
     (gpu,) = facts.gpus
     assert (gpu.name, gpu.memory_gib) == ("NVIDIA H100 80GB HBM3 (MIG)", None)
 

@@ -26,7 +26,6 @@ from launcher.watch.failure import (
     SPARE,
     RankExit,
     card,
-    decide_cause,
     explain,
     first_cause,
     first_line,
@@ -294,21 +293,7 @@ def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str
     assert any("free space" in fix for fix in failure.fix) == (kind != "error")
 
 
-def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
-    error(tmp_path, 0, "out of memory", 9)
-    unknown = Failure(message="x", log=str(tmp_path / "torchrun.log"), log_tail=["the tool's end"])
-    log = tmp_path / "rank-2.log"
-    facts = {"rank": 2, "message": "hang in step 3", "where": "mine.py:7", "log_tail": ["  | frame"]}
-    hang = Failure(kind="hang", log=str(log), **facts)
-    errors = recorded_errors(tmp_path)
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=errors)
-    assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
-    assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
-    log.touch()
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=errors)
-    assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
-    raised = decide_cause(tmp_path, "", (), unknown, hang=None, errors=errors)
-    assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
+def test_a_real_time_signal_has_no_name() -> None:
     words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
     assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words
 

@@ -153,7 +153,7 @@ def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None
 
 
 def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "num_gpus", lambda: 3)
+    monkeypatch.setattr(environment, "find_gpus", lambda: ([0, 1, 2], 4, None))
     free = config("run.device=auto")
     assert restarts.ranks_left(free, 4, RAISED) == 3
     assert restarts.ranks_left(free, 3, KILLED) == 2
