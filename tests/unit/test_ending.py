@@ -24,7 +24,7 @@ from bert_dp.files import reaper
 from bert_dp.files.models import Failure
 from launcher.run import processes
 from launcher.run.peers import Order
-from launcher.run.starters import LAUNCHERS, RankStart, start_command, start_environment
+from launcher.run.starters import RankStart, start_command, start_environment
 from launcher.watch.display import Display
 from launcher.watch.failure import RankExit, RanksEnded
 from tests.helpers import make_config, read_json, write_files, write_lines
@@ -62,13 +62,17 @@ class Clock:
         return self.now
 
 
+def start_with(monkeypatch: pytest.MonkeyPatch, place: Path, *words: str) -> None:
+    """Python with these words, in `place`, stands for the tool that starts the ranks."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, *words])
+
+
 @pytest.fixture
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of a run with one worker that notes its signals and goes on for ever."""
     clock = Clock()
-    command = [sys.executable, "-c", LAUNCHER, STUBBORN]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "start_command", lambda *_: command)
+    start_with(monkeypatch, tmp_path, "-c", LAUNCHER, STUBBORN)
     monkeypatch.setattr(processes, "time", clock)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     return clock
@@ -93,10 +97,8 @@ def once_ready(act: Callable[[], None]) -> Callable[[], None]:
     return on_poll
 
 
-def stop(times: int = 1, pause_s: float = 0.0) -> None:
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(pause_s)
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_worker_that_never_ends_is_killed_after_the_grace_period(tmp_path: Path, clock: Clock) -> None:
@@ -261,8 +263,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
 def test_a_torchrun_elsewhere_is_to_blame_where_none_of_its_ranks_ended_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_ns: int, first: int
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
+    start_with(monkeypatch, tmp_path, "-c", "raise SystemExit(1)")
     (tmp_path / "config.yaml").touch()
     blamed: list[Any] = []
 
@@ -286,15 +287,13 @@ def test_a_torchrun_elsewhere_is_to_blame_where_none_of_its_ranks_ended_before_i
 
 
 def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
-    monkeypatch.setattr(processes, "start_command", lambda *_: command)
+    start_with(monkeypatch, tmp_path, "-c", end := "open('last', 'w'); raise SystemExit(3)")
     seen: list[bool] = []
     processes.run(tmp_path, RankStart(2, []), lambda: seen.append(Path("last").exists()))
     assert seen[-1]
     (tmp_path / "config.yaml").write_text(dump_config(make_config("run.device=cpu")))
     files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
-    monkeypatch.setattr(processes, "start_command", lambda *_: [*command[:-1], f"{RAISE}; {command[-1]}"])
+    start_with(monkeypatch, tmp_path, "-c", f"{RAISE}; {end}")
     ended = processes.run(tmp_path, RankStart(2, []))
     assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
@@ -307,7 +306,7 @@ def test_the_launcher_may_end_long_after_a_worker(
     tool = (
         f"{LAUNCHER}\nimport os, time\nwhile not os.path.exists('end'): time.sleep(0.01)\nopen('over', 'w')"
     )
-    monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-c", tool, worker])
+    start_with(monkeypatch, tmp_path, "-c", tool, worker)
     polls = [0]
 
     def on_poll() -> None:
@@ -328,28 +327,24 @@ def test_the_launcher_may_end_long_after_a_worker(
 def test_the_reaper_looks_until_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something was started while the first were killed, one had gone, one needed a second time."""
     (tmp_path / "scratch").mkdir()
-    rounds, killed, ignored, naps = [[404, 11], [11, 12], []], list[int](), set[int](), list[float]()
+    rounds, killed, handled, naps = [[404, 11], [11, 12], []], list[Any](), set[Any](), list[float]()
 
     def read(*_: int) -> bytes:
-        assert ignored == {HUP, INT, TERM, signal.SIGUSR1}, "it must outlive what ends the launcher"
+        ignored = {(number, signal.SIG_IGN) for number in (HUP, INT, TERM, signal.SIGUSR1)}
+        assert handled == ignored, "it must outlive what ends the launcher"
         return b""
 
-    def kill(pid: int, number: int) -> None:
-        assert number == signal.SIGKILL
-        killed.append(pid)
-        if pid == 404:
+    def kill(*given: int) -> None:
+        killed.append(given)
+        if given[0] == 404:
             raise ProcessLookupError
 
-    def ignore(number: int, handler: signal.Handlers) -> None:
-        assert handler == signal.SIG_IGN
-        ignored.add(number)
-
-    fakes = {"os.read": read, "os.kill": kill, "signal.signal": ignore, "time.sleep": naps.append}
-    for name, fake in fakes.items():
+    fakes = {"os.read": read, "os.kill": kill, "time.sleep": naps.append}
+    for name, fake in {**fakes, "signal.signal": lambda *given: handled.add(given)}.items():
         monkeypatch.setattr(f"bert_dp.files.reaper.{name}", fake)
     monkeypatch.setattr(reaper, "marked", lambda marks: rounds.pop(0) if marks == ("RUN=1",) else [])
     reaper.reap(str(tmp_path / "scratch"), "RUN=1")
-    assert killed == [404, 11, 11, 12]
+    assert killed == [(pid, signal.SIGKILL) for pid in (404, 11, 11, 12)]
     assert naps[0] == reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
 
@@ -400,33 +395,24 @@ def test_the_environment_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Whatever an interface or a launcher around us says in our own environment; the user's limit of threads
     and settings of torch's flight recorder win."""
     foreign = {"PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"}
-    always = {
-        **{
-            "TORCH_FR_BUFFER_SIZE": "2000",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            "TORCH_NCCL_ENABLE_TIMING": "1",
-        },
-        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/run/logs/nccl-trace-rank-",
-        "BERT_DP_LOG_DIR": f"{tmp_path}/run/logs",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-    }
-    of_a_tool = {
-        "accelerate": {"PET_RDZV_ENDPOINT": f"{tmp_path}/agent", "PET_RDZV_ID": "bert-dp"},
-        "deepspeed": {"DS_ACCELERATOR": "cpu"},
-    }
-    for name in ("OMP_NUM_THREADS", *always):
-        monkeypatch.delenv(name, raising=False)
+    always = f"""
+        TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_ENABLE_TIMING=1
+        TORCH_FR_DUMP_TEMP_FILE={tmp_path}/logs/nccl-trace-rank- BERT_DP_LOG_DIR={tmp_path}/logs
+        TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo"""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *foreign):
         monkeypatch.setenv(name, "eth0")
+    for name in ("OMP_NUM_THREADS", "TORCH_FR_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    for tool in LAUNCHERS:
-        own = of_a_tool.get(tool, {})
-        for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
-            start = RankStart(ranks, [], tool, grace_s=299.7)
-            environ = start_environment(start, tmp_path / "run", tmp_path)
-            assert {**always, **loopback, **own, "OMP_NUM_THREADS": threads}.items() <= environ.items()
-            assert not (foreign | {"PET_RDZV_ENDPOINT", "DS_ACCELERATOR"}) - own.keys() & environ.keys()
+    for tool, ranks, own in (
+        ("torchrun", 1, "OMP_NUM_THREADS=8"),
+        ("accelerate", 16, f"OMP_NUM_THREADS=1 PET_RDZV_ENDPOINT={tmp_path}/agent PET_RDZV_ID=bert-dp"),
+        ("deepspeed", 3, "OMP_NUM_THREADS=2 DS_ACCELERATOR=cpu"),
+    ):
+        environ = start_environment(RankStart(ranks, [], tool, grace_s=299.7), tmp_path, tmp_path)
+        assert {*f"{always} {own}".split()} <= {f"{name}={value}" for name, value in environ.items()}
+        assert not foreign & environ.keys()
+        assert ("PET_RDZV_ENDPOINT" in environ) == (tool == "accelerate")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     on_gpu = start_environment(RankStart(3, [], "deepspeed", on_gpu=True), tmp_path, tmp_path)
@@ -443,22 +429,20 @@ def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_use
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     worker = ["run/config.yaml", "--resume", "auto"]
-    commands = {tool: start_command(RankStart(3, [], tool), tmp_path, worker) for tool in LAUNCHERS}
-    assert all(command[-3:] == worker and "bert_dp.worker" in command for command in commands.values())
-    assert {"--nnodes=1", "--nproc-per-node=3", f"--rdzv-endpoint={tmp_path}/agent"} < {*commands["torchrun"]}
-    assert "--rdzv-backend=bert-dp-file" in commands["torchrun"]
-    assert {f"--config_file={tmp_path}/accelerate.json", "--rdzv_backend=bert-dp-file"} < {
-        *commands["accelerate"]
-    }
+    for tool, options in {
+        "torchrun": "--nnodes=1 --nproc-per-node=3 --rdzv-endpoint={}/agent --rdzv-backend=bert-dp-file",
+        "accelerate": "--config_file={}/accelerate.json --rdzv_backend=bert-dp-file",
+        "deepspeed": "--num_gpus=3 --hostfile={}/none --master_addr=127.0.0.1",
+    }.items():
+        command = start_command(RankStart(3, [], tool), tmp_path, worker)
+        assert {*options.format(tmp_path).split(), "bert_dp.worker"} < {*command}
+        assert command[-3:] == worker
     settings = read_json(tmp_path / "accelerate.json")
     asked = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
     assert asked.items() <= settings.items()
-    deepspeed = commands["deepspeed"]
-    assert {"--num_gpus=3", f"--hostfile={tmp_path}/none", "--master_addr=127.0.0.1"} < {*deepspeed}
     restored = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
-    place = deepspeed.index("env") + 1
-    assert deepspeed[place : place + len(restored)] == restored
-    assert deepspeed[place + len(restored)] == sys.executable
+    place = command.index("env") + 1  # deepspeed's
+    assert command[place : place + len(restored) + 1] == [*restored, sys.executable]
 
 
 PARENT = """
