@@ -90,13 +90,18 @@ def test_an_ended_trial_is_not_repeated(tmp_path: Path, summary: dict[str, Any],
 
 
 WHOLE = json.dumps({"step": 2, **PARTS, "peak_memory_gib": 1.0}) + "\n"
-
-
 SHORT, ZERO = WHOLE.replace("[0.5, 0.5]", "[0.5]"), WHOLE.replace("0.5,", "0.0,")
-DAMAGED = [WHOLE[:-40], "", SHORT, "[1]\n" + WHOLE, ZERO]
+STEPS = {
+    "torn": WHOLE[:-40],
+    "gone": "",
+    "short": SHORT,
+    "list": f"[1]\n{WHOLE}",
+    "zero": ZERO,
+    "whole": WHOLE,
+}
 
 
-@pytest.mark.parametrize("text", [*DAMAGED, WHOLE], ids=["torn", "gone", "short", "list", "zero", "whole"])
+@pytest.mark.parametrize("text", STEPS.values(), ids=STEPS)
 def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str) -> None:
     trial = Trial(tmp_path / "t", config(8, "log.step_times=true"), 2)
     write(trial, {"status": "done"})
@@ -162,10 +167,8 @@ def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> N
 
     said: list[str] = []
     assert run_to_end(lambda: None, tmp_path, said.append) == SearchOutcome("complete")
-    assert run_to_end(lambda: end(Stopped(2)), tmp_path, said.append) == SearchOutcome("partial", None, 130)
-    assert run_to_end(lambda: end(TrialsFailed("no")), tmp_path, said.append) == SearchOutcome(
-        "failed", "no", 1
-    )
+    for error, outcome in ((Stopped(2), ("partial", None, 130)), (TrialsFailed("no"), ("failed", "no", 1))):
+        assert run_to_end(lambda error=error: end(error), tmp_path, said.append) == SearchOutcome(*outcome)
     assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes"]
 
 
@@ -180,7 +183,7 @@ time.sleep(0.5)
 class Started(list[list[str]]):
     """Arguments of the processes that were started, each of which runs `code`."""
 
-    code, words, environ = "", list[str](), None
+    code, words, environ, begin = "", list[str](), None, staticmethod(lambda: None)
 
 
 @pytest.fixture
@@ -190,9 +193,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     def start(_: str, arguments: list[str], *, scratch: str, environ: Any, **options: Any) -> Any:
         made.append(arguments)
         made.environ = environ
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", made.code, *made.words], text=True, **options
-        )
+        made.begin()
+        command = [sys.executable, "-I", "-S", "-c", made.code, *made.words]
+        return subprocess.Popen(command, text=True, **options)
 
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
@@ -214,35 +217,32 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
     assert trials.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
-def test_a_trial_uses_its_slot_and_logs_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_uses_its_slot_and_logs_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
+) -> None:
     """It logs a step, and ends once that was shown."""
-    asked: list[Any] = []
-    code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
-
-    def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
-        asked.append((arguments[1], json.loads(arguments[2]), environ))
-        trial = Path(arguments[0])
-        assert read_json(trial / "environment.json") == {"bf16_units": []}
-        write_lines(trial / "metrics.jsonl", [{"step": 1}])
-        write(Trial(trial, config(), 2), {"status": "done"})
-        command = [sys.executable, "-I", "-S", "-c", code, str(tmp_path / "shown")]
-        return subprocess.Popen(command, text=True, **options)
-
-    monkeypatch.setattr(children, "start_module", start)
-    monkeypatch.setattr(trials, "PROGRESS_S", 0.0)
-    files.write_json(tmp_path / "environment.json", {"bf16_units": []})
-    said: list[str] = []
+    trial, shown, said = Trial(tmp_path / "t", config(), 2), tmp_path / "shown", list[str]()
 
     def log(line: str) -> None:
         said.append(line)
-        (tmp_path / "shown").touch()
+        shown.touch()
 
-    slots, trial = [Slot((0, 3), ("2", "5"))], Trial(tmp_path / "t", config(), 2)
+    def begin() -> None:
+        assert read_json(trial.directory / "environment.json") == {"bf16_units": []}
+        write_lines(trial.directory / "metrics.jsonl", [{"step": 1}])
+        write(trial, {"status": "done"})
+
+    started.code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    started.words, started.begin = [str(shown)], begin
+    monkeypatch.setattr(trials, "PROGRESS_S", 0.0)
+    files.write_json(tmp_path / "environment.json", {"bf16_units": []})
+    slots = [Slot((0, 3), ("2", "5"))]
     with trials.runner(tmp_path, slots, launcher="accelerate", on_gpu=True, log=log) as runs:
         assert runs.run_one(trial).status == "ok"
     assert said[0].startswith("  t: step 1 of 2, running for ")
-    options = {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
-    assert asked == [("2", options, {"CUDA_VISIBLE_DEVICES": "2,5"})]
+    ((_, ranks, options),) = started
+    assert (ranks, started.environ) == ("2", {"CUDA_VISIBLE_DEVICES": "2,5"})
+    assert json.loads(options) == {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
 
 
 def test_the_process_of_a_trial_runs_what_it_is_asked_for(
@@ -267,15 +267,12 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
 
 def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: Started) -> None:
     ended: list[str] = []
-    there = Trial(tmp_path / "there", config(), 1)
-    write(there, {"status": "done"}, 2.0)
+    write(Trial(tmp_path / "there", config(), 1), {"status": "done"}, 2.0)
 
     def due() -> Iterator[Trial]:
-        yield there
-        assert ended == ["there"]
-        yield Trial(tmp_path / "a", config(), 1)
-        assert ended == ["there", "a"]
-        yield Trial(tmp_path / "b", config(), 1)
+        for number, name in enumerate(("there", "a", "b")):
+            assert ended == ["there", "a"][:number]
+            yield Trial(tmp_path / name, config(), 1)
 
     with runner(tmp_path, Slot()) as runs:
         for trial, _ in runs.run(due()):
