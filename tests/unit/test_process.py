@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,26 +33,23 @@ def path(tmp_path: Path) -> Path:
     return heartbeat_path(tmp_path, 3)
 
 
-def test_a_reader_sees_every_field(path: Path) -> None:
-    beat = HeartbeatWriter(path)
-    first = read(path)
-    assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
-    beat.enter("step", 7)
-    beat.progress()
-    beat.progress()
-    now = read(path)
-    assert (now.step, PHASES[now.phase], now.done) == (7, "step", 2)
-    assert now.progress == first.progress + 3
-    assert first.progress_ns <= now.progress_ns <= time.monotonic_ns()
-    beat.enter("log")
-    now = read(path)
-    assert (now.step, PHASES[now.phase], now.done) == (7, "log", 0)
-    beat.close()
+@pytest.fixture
+def beat(path: Path) -> Iterator[HeartbeatWriter]:
+    writer = HeartbeatWriter(path)
+    yield writer
+    writer.close()
 
 
-def test_places_rise_through_a_step(path: Path) -> None:
+def test_a_reader_sees_every_field_and_places_rise_through_a_step(path: Path, beat: HeartbeatWriter) -> None:
     """Who waits for the data of a micro batch is behind who has it, and ahead of who is in the one before."""
-    beat, places = HeartbeatWriter(path), []
+    first, places = read(path), []
+    assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
+    beat.enter("step", 6)
+    beat.progress()
+    beat.progress()
+    now = read(path)
+    assert (now.step, PHASES[now.phase], now.done, now.progress) == (6, "step", 2, first.progress + 3)
+    assert first.progress_ns <= now.progress_ns <= time.monotonic_ns()
     for step in (7, 8):
         beat.enter("data", step)
         for _ in range(3):
@@ -60,17 +58,19 @@ def test_places_rise_through_a_step(path: Path) -> None:
                 places.append(read(path).place)
             beat.progress()
         for phase in ("log", "evaluate", "save"):
-            beat.enter(phase, step)
-            places.append(read(path).place)
+            beat.enter(phase)
+            now = read(path)
+            assert (now.step, PHASES[now.phase], now.done) == (step, phase, 0)
+            places.append(now.place)
     assert places == sorted(set(places))
-    beat.close()
 
 
-def test_a_silent_rank_is_reported_once_for_each_silence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_reported_once_for_each_silence(
+    path: Path, monkeypatch: pytest.MonkeyPatch, beat: HeartbeatWriter
+) -> None:
     """Also after a report that failed; an error there must not end the thread."""
     monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.02)
-    beat, reports = HeartbeatWriter(path), list[tuple[int, float]]()
-    before = read(path)
+    before, reports = read(path), list[tuple[int, float]]()
 
     def report(progress: int) -> None:
         reports.append((progress, time.monotonic() - start))
@@ -86,7 +86,6 @@ def test_a_silent_rank_is_reported_once_for_each_silence(path: Path, monkeypatch
     beat.progress()
     wait_for(lambda: len(reports) == 2, 30)
     assert [progress for progress, _ in reports] == [before.progress, before.progress + 1]
-    beat.close()
 
 
 def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None:
@@ -104,15 +103,13 @@ def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None
     assert path.exists(), "the launcher still reads it"
 
 
-def test_a_run_goes_on_where_no_file_can_be(path: Path) -> None:
+def test_an_earlier_file_is_replaced_and_one_that_is_torn_or_cannot_be_is_none(path: Path) -> None:
     path.parent.write_text("in the place of the directory")
     beat = HeartbeatWriter(path)
     beat.enter("step", 1)
     beat.close()
     assert read_heartbeat(path) is None
-
-
-def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
+    path.parent.unlink()
     path.parent.mkdir()
     path.write_bytes(b"\xff" * BEAT_BYTES)
     old = path.stat().st_ino
@@ -126,18 +123,17 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
     assert read_heartbeat(path) is None
 
 
-def test_a_beat_is_no_system_call(path: Path) -> None:
+def test_a_beat_is_no_system_call(beat: HeartbeatWriter) -> None:
     """Goal 2 microseconds, observed; what makes it cheap is that it only stores to memory."""
 
     def writes() -> int:
         return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])
 
-    beat, before, start = HeartbeatWriter(path), writes(), time.perf_counter()
+    before, start = writes(), time.perf_counter()
     for number in range(2000):
         beat.enter("step", number)
     observe(7, beat_us=(time.perf_counter() - start) / 2000 * 1e6)
     assert writes() == before
-    beat.close()
 
 
 def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
@@ -233,22 +229,17 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
 
 
 def test_failed_writes_are_counted_and_dropped() -> None:
-    errors, descriptor = LogErrors(), os.open("/dev/full", os.O_WRONLY)
+    """To a full disk, and to a full pipe that does not block."""
+    errors, descriptor, (reader, writer) = LogErrors(), os.open("/dev/full", os.O_WRONLY), os.pipe()
     file = TolerantFile(descriptor, errors)
-    assert [file.write(b"first\n"), file.write(b"second\n")] == [6, 7]
-    os.close(descriptor)
-    assert errors.failed_writes == 2
-
-
-def test_a_full_pipe_that_does_not_block_raises_nothing() -> None:
-    errors, (reader, writer) = LogErrors(), os.pipe()
+    assert [file.write(b"first\n"), file.write(b"second\n"), errors.failed_writes] == [6, 7, 2]
     os.set_blocking(writer, False)
     stream = LogStream(writer, errors)
     for _ in range(4):
         stream.write("x" * 2**16 + "\n")
-    os.close(reader)
-    os.close(writer)
-    assert errors.failed_writes > 0
+    for each in (descriptor, reader, writer):
+        os.close(each)
+    assert errors.failed_writes > 2
 
 
 def test_the_first_missing_line_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
