@@ -19,7 +19,7 @@ from launcher import children
 from launcher.cli.app import app
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose, link_findings
-from launcher.machine.environment import Environment, Gpu, cgroup_limit, probe
+from launcher.machine.environment import Environment, Gpu, cgroup_limit, find_gpus, probe
 from launcher.run.starters import RankStart, start_environment
 from tests.e2e.cli import wait_for
 from tests.helpers import raised_issues, write_files
@@ -115,26 +115,14 @@ def test_of_divided_gpus_cuda_shows_one_instance(smi):
     assert (gpu.name, gpu.memory_gib) == ("NVIDIA H100 80GB HBM3 (MIG)", None)
 
 
-@pytest.mark.parametrize(
-    ("selection", "indices"),
-    [
-        ("", []),
-        ("-1", []),
-        ("1,0", [1, 0]),
-        ("1,0,1,2", [1, 0]),
-        ("0,7,1", [0]),
-        ("GPU-bbbb", [1]),
-        ("GPU-bb", []),
-        ("MIG-x", [0]),
-    ],
-)
-def test_cuda_visible_devices_is_respected(smi, monkeypatch, selection, indices):
+def test_cuda_visible_devices_is_respected(smi, monkeypatch):
     smi(f"cat <<'END'\n{CSV}END")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
-    gpus = probe().gpus
-    assert [gpu.index for gpu in gpus] == indices
-    if selection == "MIG-x":  # how much of the whole GPU it has is not known
-        assert (gpus[0].memory_gib, gpus[0].free_gib) == (None, None)
+    chosen = {"1,0": [1, 0], "1,0,1,2": [1, 0], "0,7,1": [0], "GPU-bbbb": [1], "MIG-x": [0]}
+    for selection in ("", "-1", "GPU-bb", *chosen):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
+        gpus = find_gpus()[0]
+        assert [gpu.index for gpu in gpus] == chosen.get(selection, []), selection
+    assert (gpus[0].memory_gib, gpus[0].free_gib) == (None, None), "how much of the whole a MIG has"
 
 
 def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
@@ -245,15 +233,15 @@ def test_each_finding_says_consequence_and_fix(change, level, word):
 
 
 def test_a_good_machine_has_no_findings():
-    assert {f.level for f in diagnose(GOOD)} == {"ok"}
     no_gpu = dataclasses.replace(GOOD, gpus=(), gpus_present=0, shm_gib=0.0, versions={"torch": "2.13.0+cpu"})
-    assert {f.level for f in diagnose(no_gpu)} == {"ok"}
     as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
-    assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
     just = {"max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0, "affinity_cores": 2}
-    for torch in ("2.11.0+cu130", "2.11.1"):
-        least = dataclasses.replace(GOOD, shm_gib=1.0, **just, versions={"torch": torch})
-        assert {f.level for f in diagnose(least)} == {"ok"}
+    least = [
+        dataclasses.replace(GOOD, shm_gib=1.0, **just, versions={"torch": torch})
+        for torch in ("2.11.0+cu130", "2.11.1")
+    ]
+    for machine in (GOOD, no_gpu, as_many_cores_as_ranks, *least):
+        assert {f.level for f in diagnose(machine)} == {"ok"}
 
 
 def has_ended(pid: str) -> bool:
@@ -370,17 +358,11 @@ time.sleep(600)
     wait_for(lambda: has_ended((tmp_path / "pid").read_text()), seconds=5)
 
 
-def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
+def test_doctor_saves_a_checkpoint_where_runs_are_to_be(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "all_reduce", lambda: doctor.Finding("ok", "all-reduce"))
-    _, findings = doctor.doctor(Path("/proc/runs"))
-    assert [f.level for f in findings if f.message.startswith("checkpoint")] == ["fail"]
-    assert any(f.message.startswith("loopback") and f.level == "ok" for f in findings)
-
-
-def test_a_real_checkpoint_round_trip(tmp_path):
-    finding = doctor.checkpoint(tmp_path, 100)
-    assert "64 MiB" in finding.message
-    assert finding.level in ("ok", "warn")  # a busy disk is slow
+    _, (*_, loopback, checkpoint, _) = doctor.doctor(Path("/proc/runs"))
+    assert (loopback.level, checkpoint.level) == ("ok", "fail")
+    assert doctor.checkpoint(tmp_path, 100).level in ("ok", "warn")  # a busy disk is slow
     assert not list(tmp_path.iterdir())
 
 

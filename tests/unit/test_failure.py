@@ -19,21 +19,8 @@ from bert_dp.files import STARTED_AGAIN
 from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
 from bert_dp.training import process
 from launcher.children import describe_exit_code
-from launcher.watch.failure import (
-    CONSEQUENCES_SHOWN,
-    MEANING,
-    NO_CAUSE,
-    SPARE,
-    RankExit,
-    card,
-    explain,
-    first_cause,
-    first_line,
-    of_a_disk,
-    read_end,
-    recorded_errors,
-    what_fits,
-)
+from launcher.watch import failure as watch
+from launcher.watch.failure import RankExit, card, explain, first_line, what_fits
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -61,7 +48,7 @@ def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> No
 
 
 def cause_of(logs: Path, said: str = "", exits: Sequence[RankExit] = ()) -> Failure:
-    failure = first_cause(logs, said, exits, recorded_errors(logs))
+    failure = watch.first_cause(logs, said, exits, watch.recorded_errors(logs))
     assert failure is not None
     return failure
 
@@ -111,7 +98,7 @@ def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
 
 
 def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
-    assert first_cause(tmp_path, "", (), ()) is None
+    assert watch.first_cause(tmp_path, "", (), ()) is None
     error(tmp_path, 0, "late", 9)
     error(tmp_path, 1, "early", 3)
     assert cause_of(tmp_path).rank == 1
@@ -126,8 +113,8 @@ def test_the_end_of_a_log_comes_along_without_that_of_an_earlier_start(tmp_path:
     assert cause_of(tmp_path, TORCHRUN).log_tail == ["setting up"]
     path.write_text("x" * 5_000_000 + "".join(f"\nline {i}" for i in range(100)))
     assert cause_of(tmp_path, TORCHRUN).log_tail == [f"line {i}" for i in range(80, 100)]
-    assert len(read_end(path)) < 100_000
-    assert read_end(tmp_path / "none") == ""
+    assert len(watch.read_end(path)) < 100_000
+    assert watch.read_end(tmp_path / "none") == ""
 
 
 def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path: Path) -> None:
@@ -205,7 +192,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     )
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
     assert lines[6:8] == ["  fix: do so", "  memory: rank 3 peaked at 2.00 GiB"]
-    assert sum(line.startswith("  consequence: rank") for line in lines) == CONSEQUENCES_SHOWN
+    assert sum(line.startswith("  consequence: rank") for line in lines) == watch.CONSEQUENCES_SHOWN
     assert any(line.startswith("  consequence: 30 more ranks") for line in lines)
     assert lines[-2:] == ["  | a", "  | b"]
 
@@ -277,14 +264,14 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "message", "kind"),
     [
-        (0, f"exited with code 1 {NO_CAUSE}", "no_cause"),
+        (0, f"exited with code 1 {watch.NO_CAUSE}", "no_cause"),
         (1, "ValueError: odd", "error"),
         (None, "step-00000002 could not be saved: [Errno 28] No space left on device", "disk"),
     ],
 )
 def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
-    failure = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
+    failure = watch.of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: cannot write to {tmp_path}"
     causes = {failure.headline(), *failure.explanation}
     assert failure.headline() == (refused if kind == "no_cause" else before.headline())
@@ -329,12 +316,12 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
     assert f"{size(base, world):.2f} GiB at micro batch 128; available: {capacity:.2f} GiB" in estimate
     changed = applied(base, fix)
     assert batch_layout(changed, world).global_size == base.batch.global_size
-    assert size(changed, world) <= (1 - SPARE) * capacity
+    assert size(changed, world) <= (1 - watch.SPARE) * capacity
     before, after = (512 // (of.batch.micro_size * world) for of in (base, changed))
     assert f" (accumulation {before} -> {after}, global batch" in fix
     assert fix.endswith(f"about {size(changed, world):.2f} GiB")
     larger = applied(base, f"batch.micro_size={2 * changed.batch.micro_size}")
-    assert size(larger, world) > (1 - SPARE) * capacity, "micro batches of 512 / world are powers of two"
+    assert size(larger, world) > (1 - watch.SPARE) * capacity, "micro batches are powers of two"
 
 
 def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
@@ -342,7 +329,7 @@ def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
     for times, fits in ((1000.0, True), (1.05, True), (0.95, False)):
         estimate, fix = what_fits(base, "bf16", 1, times * size(base, 1), on_gpu=True)
         assert ("the run used more than the estimate" in estimate) == fits
-        assert size(applied(base, fix), 1) <= (1 - SPARE) * size(base, 1)
+        assert size(applied(base, fix), 1) <= (1 - watch.SPARE) * size(base, 1)
 
 
 def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
@@ -410,10 +397,10 @@ def test_kills_by_the_kernel_and_by_others(run_dir: Path, oom_kills: int | None,
         assert explained.fix[0].startswith("batch.micro_size=") == bool(oom_kills)
 
 
-@pytest.mark.parametrize("number", MEANING)
+@pytest.mark.parametrize("number", watch.MEANING)
 def test_a_crash_is_explained(tmp_path: Path, number: int) -> None:
     explained = explain(Failure(rank=0, message="killed", killed_by=number), tmp_path, 1, NONE)
-    assert (*explained.explanation, *explained.fix) == MEANING[number]
+    assert (*explained.explanation, *explained.fix) == watch.MEANING[number]
 
 
 @pytest.mark.parametrize("message", ["ValueError: no", HOST])

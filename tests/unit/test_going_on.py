@@ -168,34 +168,28 @@ def test_optimizer_and_model_compile_alike(
 def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the ranks, which alone can ask a GPU."""
     config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
-    for native in (True, False):
-        monkeypatch.setattr(build, "has_bf16", lambda _, native=native: native)
-        if native:
-            with lone_trainer(config, tmp_path) as trainer:
-                assert trainer.precision.name == "bf16"
-        else:
-            (line,) = issues_of(lambda: lone_trainer(config, tmp_path).__enter__())
-            assert line.startswith("model.residual_dtype: bf16")
+    monkeypatch.setattr(build, "has_bf16", lambda _: True)
+    with lone_trainer(config, tmp_path) as trainer:
+        assert trainer.precision.name == "bf16"
+    monkeypatch.setattr(build, "has_bf16", lambda _: False)
+    (line,) = issues_of(lone_trainer(config, tmp_path).__enter__)
+    assert line.startswith("model.residual_dtype: bf16")
 
 
-def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
-    for synthetic in (True, False):
-        with lone_trainer(lone_config(shards, data={"synthetic": synthetic}), tmp_path) as trainer:
-            assert (trainer.stream.next() is trainer.stream.next()) == synthetic
-
-
-def test_padding_is_not_counted_as_tokens(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("synthetic", "mean", "tokens"), [(True, None, 160), (False, 3.5, 35)])
+def test_samples_and_tokens_of_a_run(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic: bool, mean: Any, tokens: int
 ) -> None:
+    """A synthetic run reads no samples, and padding is not counted as tokens."""
     plain = MaskedLanguageModel.open_data
-    for mean, tokens in ((None, 160), (3.5, 35)):
 
-        def open_data(task: MaskedLanguageModel, mean: float | None = mean) -> DatasetInfo:
-            return dataclasses.replace(plain(task), tokens_per_sample=mean)
+    def open_data(task: MaskedLanguageModel) -> DatasetInfo:
+        return dataclasses.replace(plain(task), tokens_per_sample=mean)
 
-        monkeypatch.setattr(MaskedLanguageModel, "open_data", open_data)
-        with lone_trainer(lone_config(shards), tmp_path) as trainer:
-            assert trainer.meter.tokens(10) == tokens
+    monkeypatch.setattr(MaskedLanguageModel, "open_data", open_data)
+    with lone_trainer(lone_config(shards, data={"synthetic": synthetic}), tmp_path) as trainer:
+        assert (trainer.stream.next() is trainer.stream.next()) == synthetic
+        assert trainer.meter.tokens(10) == tokens
 
 
 def test_weights_of_an_unknown_tokenizer_are_taken(shards: Path, tmp_path: Path) -> None:

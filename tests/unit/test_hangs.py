@@ -19,18 +19,7 @@ from bert_dp.config.schema import RunConfig
 from bert_dp.files import BEAT_SLOTS, PHASES, Heartbeat, heartbeat_path
 from bert_dp.files.models import Failure
 from launcher.watch import hangs
-from launcher.watch.hangs import (
-    PATIENT_S,
-    Frame,
-    HangDiagnosis,
-    RankSnapshot,
-    Watch,
-    compare_collectives,
-    find_culprit,
-    parse_stack,
-    report,
-    waits_in,
-)
+from launcher.watch.hangs import Frame, RankSnapshot, Watch, compare_collectives, find_culprit
 
 STDLIB = sysconfig.get_paths()["stdlib"]
 TORCH = f"{STDLIB}/site-packages/torch"
@@ -77,22 +66,22 @@ Current thread 0x00007f02 (most recent call first):
 
 
 def test_the_main_threads_frames_are_read() -> None:
-    stack = parse_stack(DUMP)
+    stack = hangs.parse_stack(DUMP)
     assert [f.function for f in stack] == ["recv", "<lambda>", "train_step"]
-    assert (parse_stack(DUMP + DUMP), parse_stack("")) == (stack, ())
+    assert (hangs.parse_stack(DUMP + DUMP), hangs.parse_stack("")) == (stack, ())
     assert (snapshot(0, stack[:1]).where, snapshot(0).where) == (stack[0], None), "a package's, or none"
     assert snapshot(0, stack).where == Frame("/users/me/my model.py", 3, "<lambda>")
 
 
 def test_what_a_stack_waits_in() -> None:
-    assert waits_in(GATHER) == (2, "all_gather")
+    assert hangs.waits_in(GATHER) == (2, "all_gather")
     inside = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "_store_based_barrier")
-    assert waits_in((inside, *GATHER[:1])) == (2, "all_gather"), "the call, not what it is made of"
+    assert hangs.waits_in((inside, *GATHER[:1])) == (2, "all_gather"), "the call, not what it is made of"
     zero1 = (Frame("/p/bert_dp/parallel/zero1.py", 9, "_wait"),)
     device = (Frame(f"{TORCH}/cuda/__init__.py", 9, "synchronize"),)
-    assert [waits_in(stack)[0] for stack in (TICK, BACKWARD, zero1, device)] == [2, 1, 2, 1]
+    assert [hangs.waits_in(stack)[0] for stack in (TICK, BACKWARD, zero1, device)] == [2, 1, 2, 1]
     for working in (WORK, (Frame("/p/mine/dist_tools.py", 9, "wait"),), ()):
-        assert waits_in(working) == (0, "")
+        assert hangs.waits_in(working) == (0, "")
 
 
 # --- the diagnosis
@@ -219,19 +208,19 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
     diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
     reason = "has not started on its GPU all_reduce of [[8]], in which rank 0 waits"
-    assert diagnosis == HangDiagnosis((1,), reason)
-    assert "rank 1 in step 4 (step, 2 micro batches done)" in report(snapshots, diagnosis)[0]
+    assert diagnosis == hangs.HangDiagnosis((1,), reason)
+    assert "rank 1 in step 4 (step, 2 micro batches done)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
     assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
 
-# --- the report
+# --- the hangs.report
 
 
 def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
     snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, deep, step=3), snapshot(2)]
-    head, place, *lines = report(snapshots, find_culprit(snapshots))
+    head, place, *lines = hangs.report(snapshots, find_culprit(snapshots))
     assert head.startswith("hang: rank 1 in step 3 (step, 0 micro batches done): behind")
     assert head.endswith("(no progress for 30 s)")
     assert place == "  rank 1 at /p/mine.py:1 in f"
@@ -239,7 +228,7 @@ def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
     assert lines[-2].startswith("  rank 0 in step 4 (log): waits in all_gather (/p/bert_dp/training/distri")
     assert lines[-1] == "  rank 2 in step 4 (step, 0 micro batches done)"
     stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
-    head, place, *_ = report(stopped, find_culprit(stopped))
+    head, place, *_ = hangs.report(stopped, find_culprit(stopped))
     assert head.endswith("(no progress for 21 s)")
     assert place == "  rank 0: no stack available"
 
@@ -347,7 +336,7 @@ def test_a_rank_that_compiles_is_given_time(scene: Scene) -> None:
     """A padded length that comes for the first time is compiled in the middle of a step."""
     scene.train(5)
     scene.ranks[1].answer = STACK.replace("/p/model.py", "/p/torch/_inductor/async_compile.py")
-    assert scene.quiet(PATIENT_S - 40) is None
+    assert scene.quiet(hangs.PATIENT_S - 40) is None
     assert scene.ranks[0].signals < 12, "it is looked at again from time to time"
     assert scene.quiet(100) is not None, "a compiler may hang too"
 
@@ -430,7 +419,7 @@ def test_zero_never_ends_it_and_a_lone_rank_is_watched_too(tmp_path: Path) -> No
 def test_patience_where_nothing_beats_for_long(scene: Scene, phase: str) -> None:
     scene.train(5)
     scene.ranks[0].go(phase)
-    assert scene.quiet(PATIENT_S - 10) is None
+    assert scene.quiet(hangs.PATIENT_S - 10) is None
     assert scene.quiet(20) is not None
 
 
@@ -441,7 +430,7 @@ def test_patience_until_a_first_step_is_done(scene: Scene, step: int, is_patient
         for rank in scene.ranks.values():
             rank.go(*place)
         scene.look()
-    waited = scene.quiet(PATIENT_S - 11)
+    waited = scene.quiet(hangs.PATIENT_S - 11)
     assert waited is None if is_patient else waited <= 30
 
 
@@ -485,6 +474,6 @@ def test_a_process_without_a_heartbeat_of_its_own_gets_no_signal(scene: Scene) -
     """SIGUSR2 would end a worker that has not asked for it yet."""
     scene.train(5)
     scene.ranks[1].write(pid=1)  # left by an earlier run
-    assert scene.quiet(PATIENT_S + 5) is not None
+    assert scene.quiet(hangs.PATIENT_S + 5) is not None
     assert scene.ranks[0].signals == 1
     assert scene.ranks[1].signals == 0
