@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,27 +40,22 @@ def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch
         assert choose_device("cuda", World(rank, rank, 4, 4)) == GPU
 
 
-@pytest.mark.parametrize(
-    ("setting", "given", "expected"),
-    [
-        ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ("cpu", {}, {}),
-        *(("auto", given, given) for given in ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "x"})),
-    ],
-)
 def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, setting: str, given: dict[str, str], expected: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before CUDA starts, as its allocator reads the variable once."""
-    environment = dict(given)
     at_start: list[dict[str, str]] = []
-    monkeypatch.setattr(devices.os, "environ", environment)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", lambda: at_start.append(dict(environment)))
+    monkeypatch.setattr(torch.cuda, "init", lambda: at_start.append(dict(os.environ)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    choose_device(setting, LONE)
-    assert environment == expected
-    assert at_start == ([] if setting == "cpu" else [expected])
+    for ours in ({}, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}):
+        monkeypatch.setattr(os, "environ", dict(ours))
+        choose_device("auto", LONE)
+        expected = ours or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert (os.environ, at_start.pop()) == (expected, expected)
+    monkeypatch.setattr(os, "environ", {})
+    choose_device("cpu", LONE)
+    assert (os.environ, at_start) == ({}, [])
 
 
 def machine(root: Path) -> Path:
@@ -221,21 +217,13 @@ def test_peak_memory_is_resident_or_reserved_in_gib(monkeypatch: pytest.MonkeyPa
 
 
 def test_joules_are_none_without_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NVMLError(Exception):
-        pass
-
-    def refuse(handle: str) -> int:
-        raise NVMLError("Not Supported")
-
-    driver = ModuleType("pynvml")
-    driver.NVMLError = NVMLError
+    driver: Any = ModuleType("pynvml")
+    driver.NVMLError = type("NVMLError", (Exception,), {})
     driver.nvmlInit = lambda: None
     driver.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
-    driver.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 12_500
+    driver.nvmlDeviceGetTotalEnergyConsumption = mock.Mock(side_effect=[12_500, driver.NVMLError("old GPU")])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert joules(GPU) == 12.5
-    driver.nvmlDeviceGetTotalEnergyConsumption = refuse  # an old GPU
-    assert joules(GPU) is None
+    assert (joules(GPU), joules(GPU)) == (12.5, None)
     monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
     assert (joules(GPU), joules(CPU)) == (None, None)

@@ -1,11 +1,11 @@
 """What the console shows of a growing run directory."""
 
 import io
-import json
 import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,13 +17,15 @@ from launcher.cli.options import console as make_console
 from launcher.log import PLAIN, show
 from launcher.watch import display as display_module
 from launcher.watch.display import Display, eta_s, progress_line, readable
-from tests.helpers import make_config
+from tests.helpers import make_config, write_lines
 from tests.report_fixture import evaluation, metrics
 
 CONFIG = make_config("schedule.steps=100")
 
 
-def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+def test_tail_gives_whole_lines_once_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f"
     tail = Tail(path)
     assert tail.lines() == ([], False)
@@ -34,42 +36,43 @@ def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     assert tail.lines() == (["two", "three"], False)
     files.write_text(path, "new\n")  # replaced, as `cut_back` does
     assert tail.lines() == (["new"], True)
-    assert Tail(Path("/proc/self/mem")).lines() == ([], False), (
-        "EIO, as of a file server that does not answer"
-    )
+    assert Tail(Path("/proc/self/mem")).lines() == ([], False), "EIO, as of a silent file server"
     tail = Tail(path, skip_present=True)
     assert tail.lines() == ([], False)
     files.append_line(path, {})
     assert tail.lines()[0] == ["{}"]
+    monkeypatch.setattr("bert_dp.files.json_lines.READ_BYTES", 1000)
+    numbers = [f"{number:09}" for number in range(700)]
+    with path.open("a") as file:
+        file.write("".join(f"{number}\n" for number in numbers))
+        file.flush()
+        portions = [tail.lines()[0] for _ in range(8)]
+        assert ([line for portion in portions for line in portion], portions[-1]) == (numbers, [])
+        file.write("x" * 2500 + "\nafter\n")
+    assert [len(line) for _ in range(3) for line in tail.lines()[0]] == [1000, 1000, 500, 5]
 
 
-def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
-    def line(step: int) -> str:
-        facts = {"step": step, "samples": step * 8, "progress": step / 100, "elapsed_s": float(step)}
-        return json.dumps(facts) + "\n"
-
-    (tmp_path / "metrics.jsonl").write_text("".join(line(i) for i in range(1, 91)))
+def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
+    (tmp_path / "logs").mkdir(exist_ok=True)
     out = io.StringIO()
-    with Display(tmp_path, Console(file=out, width=200), CONFIG) as display:
-        display.poll()
-        assert not out.getvalue()  # what an earlier attempt has left is no progress
-        files.write_text(tmp_path / "metrics.jsonl", line(50))
-        display.poll()
-        assert not out.getvalue()  # nor is what it goes on from
-        with (tmp_path / "metrics.jsonl").open("a") as file:
-            file.write(line(51))
-        display.poll()
-    assert "step 51 | 51.0 %" in out.getvalue()
+    return out, Display(tmp_path, Console(file=out, width=200), CONFIG)
 
 
 def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path) -> None:
-    out = io.StringIO()
-    evals = tmp_path / "evals.jsonl"
-    files.write_text(evals, json.dumps(evaluation(10, 1000, 7.0)) + "\n")
-    with Display(tmp_path, Console(file=out, width=200), CONFIG) as display:
+    """Not what an earlier attempt has left, nor, of a run that was cut back, what it goes on from."""
+    logged, evals = tmp_path / "metrics.jsonl", tmp_path / "evals.jsonl"
+    write_lines(logged, map(metrics, range(10, 91, 10)))
+    write_lines(evals, [evaluation(10, 1000, 7.0)])
+    out, display = run_of(tmp_path)
+    with display:
+        display.poll()
+        write_lines(tmp_path / "new", [metrics(10)])
+        (tmp_path / "new").replace(logged)
+        display.poll()
+        assert not out.getvalue()
         for step in (20, 30):
-            files.append_line(tmp_path / "metrics.jsonl", metrics(step))
-            files.append_line(tmp_path / "metrics.jsonl", metrics(step + 5))
+            files.append_line(logged, metrics(step))
+            files.append_line(logged, metrics(step + 5))
             files.cut_back(evals, step - 1)  # as the trainer does
             files.append_line(evals, evaluation(step, 1000, 6.0))
             display.poll()
@@ -165,12 +168,6 @@ def test_what_is_piped_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_console().width == 40
 
 
-def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
-    (tmp_path / "logs").mkdir()
-    out = io.StringIO()
-    return out, Display(tmp_path, Console(file=out, width=200), CONFIG)
-
-
 def say(tmp_path: Path, rank: int, text: str) -> None:
     with (tmp_path / "logs" / f"rank-{rank}.log").open("a") as file:
         file.write(text)
@@ -206,19 +203,6 @@ def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
     assert out.getvalue() == ""
 
 
-def test_a_long_file_is_followed_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bert_dp.files.json_lines.READ_BYTES", 1000)
-    path = tmp_path / "f"
-    tail = Tail(path)
-    path.write_text("".join(f"{number:09}\n" for number in range(700)))
-    portions = [tail.lines()[0] for _ in range(8)]
-    assert [line for portion in portions for line in portion] == [f"{number:09}" for number in range(700)]
-    assert portions[-1] == []
-    with path.open("a") as file:
-        file.write("x" * 2500 + "\nafter\n")
-    assert [len(line) for _ in range(3) for line in tail.lines()[0]] == [1000, 1000, 500, 5]
-
-
 def test_an_ascii_console_shows_lines_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -229,14 +213,9 @@ def test_an_ascii_console_shows_lines_and_tables(monkeypatch: pytest.MonkeyPatch
     assert raw.getvalue() == b"memory ?? peak\n1 ? 2\n"
 
 
-def test_a_line_is_made_readable() -> None:
-    assert readable("\x1b[1;32mok\x1b[0m\r") == "ok"
-    assert readable("\x07bell") == "\ufffdbell"
-    assert readable("") == ""
+def test_lines_are_made_readable() -> None:
+    assert [readable(line) for line in ("\x1b[1;32mok\x1b[0m\r", "\x07bell", "")] == ["ok", "\ufffdbell", ""]
     assert len(readable("x" * 10**6)) < 1100
-
-
-def test_progress_line() -> None:
     line = progress_line(metrics(10), eta=125)
     numbers = ("step 10", "10.0 %", "7.8000 nats", "1.00e-03", "16.4 k tokens/s", "8 global", "2 min 05 s")
     assert all(number in part for number, part in zip(numbers, line.split(" | "), strict=True))
@@ -244,17 +223,16 @@ def test_progress_line() -> None:
     assert progress_line(metrics(10)) == progress_line(metrics(10), eta=0.9), "saving comes after it"
 
 
-def test_eta():
-    lines = [{"elapsed_s": 10.0 + t, "progress": t / 100} for t in range(1, 51)]
-    assert eta_s(lines) == pytest.approx(50)
-    assert eta_s(lines[:1]) is None
-    assert eta_s([]) is eta_s([], hours=2.0) is None
-    assert eta_s([{"progress": 0.25}], hours=2.0) == 1.5 * 3600
-    assert eta_s([{"elapsed_s": 1.0, "progress": 0.5}, {"elapsed_s": 2.0, "progress": 0.5}]) is None
-    assert eta_s([{"elapsed_s": 1.0, "progress": None}, *lines]) == pytest.approx(50)
+def test_eta() -> None:
+    lines: list[Any] = [{"elapsed_s": 10.0 + t, "progress": t / 100} for t in range(1, 51)]
     # the pace of the last twenty, whatever came before
     slow = [{"elapsed_s": 1.0, "progress": 0.001}, {"elapsed_s": 9.0, "progress": 0.002}]
-    assert eta_s([*slow, *lines]) == pytest.approx(50)
+    unknown = {"elapsed_s": 59.5, "progress": None}
+    assert eta_s(lines) == eta_s([*slow, *lines]) == eta_s([*lines[:-1], unknown, lines[-1]]) == 50
+    still = [{"elapsed_s": second, "progress": 0.5} for second in (1.0, 2.0)]
+    assert [eta_s(each) for each in ([], lines[:1], still)] == [None] * 3
+    assert eta_s([], hours=2.0) is None
+    assert eta_s([{"progress": 0.25}], hours=2.0) == 1.5 * 3600
 
 
 def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path) -> None:

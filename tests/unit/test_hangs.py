@@ -214,7 +214,7 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
 
-# --- the hangs.report
+# --- the report
 
 
 def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:

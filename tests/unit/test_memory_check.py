@@ -58,11 +58,13 @@ TOTAL = sum(PARTS.values())
 
 
 def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None:
-    state = sum(PARTS[name] for name in ("weights", "gradients", "optimizer"))
-    issues, output = dry_run(host(2 * state * 0.99))
-    (issue,) = issues
-    assert "--force" in issue
-    assert "memory  about" in output, "the dry run shows what it refuses"
+    """However many layers it has."""
+    state = sum(PARTS[name] for name in train.MEMORY_STATE)
+    huge = ("model.num_layers=10000", "model.hidden_size=4096", "model.num_heads=32")
+    for gib, settings in ((2 * state * 0.99, ()), (64.0, huge)):
+        (issue,), output = dry_run(host(gib), *settings)
+        assert "--force" in issue
+        assert "memory  about" in output, "the dry run shows what it refuses"
 
 
 @pytest.mark.parametrize(
@@ -99,8 +101,3 @@ def test_a_gpu_is_judged_by_what_is_free_of_it(dry_run: Dry) -> None:
     assert "of GPU 0" in issues[0] or "a rank has 0.0 GiB" in issues[0]
     assert dry_run(machine(0.01), device="cuda", ranks=1)[0]
     assert dry_run(machine(None, None), device="cuda", ranks=1)[0] == (), "not known: nothing is said"
-
-
-def test_what_cannot_be_loaded_is_refused_however_many_layers(dry_run: Dry) -> None:
-    issues, _ = dry_run(host(64.0), "model.num_layers=10000", "model.hidden_size=4096", "model.num_heads=32")
-    assert len(issues) == 1
