@@ -148,7 +148,7 @@ def test_a_run_is_stored_whole_and_as_failed_where_it_was_killed(tmp_path: Path,
     assert stored.steps("loss") == list(range(10, 101, 10))
     assert stored.steps("heldout_loss") == [100]
     losses = {step: values["loss"] for step, values in stored.rows if "loss" in values}
-    assert losses == {step: metrics(step).loss for step in losses}
+    assert losses == {step: metrics(step)["loss"] for step in losses}
     assert float(stored.config["optim.lr"]) == 1e-3
     assert stored.summary["summary/heldout_loss"] == 6.25
     assert stored.summary["summary/checkpoint"] == str(run_dir / "checkpoints" / "step-00000100")
