@@ -105,14 +105,10 @@ def test_gpus_from_nvidia_smi(smi):
     assert unknown.rank_memory(1, True) == (None, "the GPUs")
     assert facts.rank_memory(4, False)[0] == facts.usable_memory_gib / 4
     assert "GPU-aaaa" not in json.dumps(facts.to_json()["gpus"])
-
-
-def test_of_divided_gpus_cuda_shows_one_instance(smi):
     smi(f"cat <<'END'\n{CSV.replace('Disabled', 'Enabled')}END")
-    facts = probe()
-    assert facts.gpus_present == 3
-    (gpu,) = facts.gpus
-    assert (gpu.name, gpu.memory_gib) == ("NVIDIA H100 80GB HBM3 (MIG)", None)
+    divided = probe()
+    ((name, memory_gib),) = [(gpu.name, gpu.memory_gib) for gpu in divided.gpus]  # CUDA shows one instance
+    assert (name, memory_gib, divided.gpus_present) == ("NVIDIA H100 80GB HBM3 (MIG)", None, 3)
 
 
 def test_cuda_visible_devices_is_respected(smi, monkeypatch):
@@ -142,13 +138,11 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
 
 def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path, monkeypatch):
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    root = write_files(
-        tmp_path,
-        {
-            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat",
-            "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA A100\nGPU UUID: GPU-1\n",
-        },
-    )
+    files = {
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat",
+        "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA A100\nGPU UUID: GPU-1\n",
+    }
+    root = write_files(tmp_path, files)
     facts = probe(root=root)
     assert facts.gpus == (Gpu(0, "NVIDIA A100", None, "535.104.05"),)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
@@ -397,10 +391,7 @@ GPU3\tSYS\tSYS\tPIX\t X \tSYS\t24-47,72-95\t1\t\tN/A
 NIC0\tPXB\tPXB\tSYS\tSYS\t X \t\t\t\t
 
 Legend:
-
-  X    = Self
   SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NV#  = Connection traversing a bonded set of # NVLinks
 """
 P2P = """\
  \tGPU0\tGPU1\tGPU2\tGPU3\t
@@ -410,9 +401,6 @@ P2P = """\
  GPU3\tCNS\tOK\tOK\tX\t
 
 Legend:
-
-  X    = Self
-  OK   = Status Ok
   CNS  = Chipset not supported
 """
 
@@ -422,13 +410,10 @@ def with_gpus(*indices: int) -> Environment:
     return dataclasses.replace(probe(), gpus=gpus, gpu_topology=TOPOLOGY)
 
 
-def test_only_the_visible_gpus_count() -> None:
+def test_slow_links_and_p2p_that_is_off_name_their_pairs_of_visible_gpus() -> None:
     (near,) = link_findings(with_gpus(2, 3), P2P)
     assert (near.level, near.message.partition(": ")[2]) == ("ok", "PIX 2-3")
     assert link_findings(with_gpus(5, 6), "No devices were found") == []
-
-
-def test_slow_links_and_p2p_that_is_off_name_their_pairs() -> None:
     far, p2p = link_findings(with_gpus(0, 1, 2, 3), P2P)
     assert (far.level, p2p.level) == ("warn", "warn")
     assert far.message.endswith("NV12 0-1; PIX 2-3; SYS 0-2 0-3 1-2 1-3")
