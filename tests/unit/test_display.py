@@ -117,13 +117,7 @@ def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: 
             (2.0, True, 0, ("step", 21, 8), "training step 21, micro batch 8 | 44.0 % | left 28.0 s"),
             (0.0, True, 0, ("evaluate", 21), "evaluating | 44.0 %"),
             (1.0, True, 0, ("evaluate", 21, 3), "evaluating, batch 3 | 46.0 %"),
-            (
-                28.0,
-                True,
-                0,
-                ("step", 22),
-                "training step 22 | 100.0 %",
-            ),  # no second is left, and none is named
+            (28.0, True, 0, ("step", 22), "training step 22 | 100.0 %"),  # no second is left
             (0.0, True, 0, ("save", 22), "saving | 100.0 %"),
         ):
             now.s += seconds

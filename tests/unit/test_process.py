@@ -178,11 +178,9 @@ def test_a_log_that_cannot_be_written_does_not_end_a_process(tmp_path: Path, fol
         "sys.stdout.flush()\n"
         "open(sys.argv[1], 'w').write('reached')\n"
     )
-    command, environ = (
-        [sys.executable, "-c", script, str(tmp_path / "end")],
-        {files.LOG_DIR: str(tmp_path / folder)},
-    )
-    done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, check=False)
+    command = [sys.executable, "-c", script, str(tmp_path / "end")]
+    environ = {**os.environ, files.LOG_DIR: str(tmp_path / folder)}
+    done = subprocess.run(command, env=environ, capture_output=True, check=False)
     assert done.returncode == 0  # 120 is a flush that failed at the interpreter's end
     assert (tmp_path / "end").read_text() == "reached"
     assert not (tmp_path / "gone").exists()
