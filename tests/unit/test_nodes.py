@@ -2,9 +2,9 @@
 
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,28 +133,23 @@ def test_what_node_0_refuses_is_told_on_every_node(
     place: Place, tmp_path: Path, nodes: int, others: list[dict[str, Any]], words: str
 ) -> None:
     place = place._replace(nodes=nodes)
-    told: list[str] = []
+    told: list[Future[str]] = []
 
-    def follow(changes: dict[str, Any]) -> None:
+    def follow(changes: dict[str, Any]) -> str:
         member = peers.join(place, tmp_path, hello(1, **{"nodes": nodes, **changes}), 30.0)
-        order = member.next()
-        assert order is not None
-        told.extend(f"{issue['setting']}: {issue['message']}" for issue in order["issues"])
+        (issue,) = (member.next() or {})["issues"]
         member.link.close()
-
-    threads = [threading.Thread(target=follow, args=(changes,)) for changes in others]
+        return f"{issue['setting']}: {issue['message']}"
 
     def coordinate() -> None:
         with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
-            for thread in threads:
-                thread.start()
+            told.extend(pool.submit(follow, changes) for changes in others)
             coordinator.gather(hello(0, nodes=nodes))
 
-    (said,) = issues_of(coordinate)
-    for thread in threads:
-        thread.join()
-    assert len(told) == len(others)
-    assert all(line.startswith(words) for line in (said, *told)), (said, told)
+    with ThreadPoolExecutor() as pool:
+        (said,) = issues_of(coordinate)
+    for line in (said, *(each.result() for each in told)):
+        assert line.startswith(words)
     assert not list(tmp_path.glob(".nodes-*"))
 
 
@@ -170,12 +165,11 @@ def two_nodes(
         assert member.next() is not None
         member.link.close()
 
-    thread = threading.Thread(target=follow)
-    with peers.coordinating(place, run_dir, print, 30.0) as coordinator:
-        thread.start()
+    with ThreadPoolExecutor() as pool, peers.coordinating(place, run_dir, print, 30.0) as coordinator:
+        followed = pool.submit(follow)
         coordinator.gather(hello(0))
         yield coordinator
-    thread.join()
+    followed.result()
 
 
 def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place, tmp_path: Path) -> None:
@@ -236,8 +230,7 @@ def test_what_is_not_node_0_is_refused(place: Place, tmp_path: Path) -> None:
             with server.accept()[0] as connection:
                 connection.sendall(b'{"kind": "challenge", "nonce": "", "file": "../../etc/passwd"}\n')
 
-        thread = threading.Thread(target=greet)
-        thread.start()
-        (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            pool.submit(greet)
+            (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)
     assert (issue.setting, issue.kind) == ("--rendezvous", "conflict")

@@ -33,28 +33,27 @@ def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunOutcome, 
     return found, json.loads((run_dir / "summary.json").read_text())
 
 
-def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path) -> None:
-    killed = Failure(rank=0, message="killed by signal 9 (SIGKILL)", killed_by=9)
-    for cause in (RAISED, killed, Failure(rank=1, message="hang in step 3")):
-        found, summary = result(tmp_path, cause)
-        assert (found.exit_code, found.failure, found.signal) == (1, cause, signal.SIGTERM)
-        assert (summary["exit_code"], summary["failure"]["message"]) == (1, cause.message)
-        assert summary["signal"] == signal.SIGTERM
-
-
 @pytest.mark.parametrize(
-    "cause",
+    ("cause", "is_hidden"),
     [
-        None,
-        Failure(rank=1, message="killed by signal 15 (SIGTERM)", killed_by=15),
-        Failure(rank=1, message="exited with code 1 without recording an error", kind="no_cause"),
-        RAISED.model_copy(update={"message": "RuntimeError: Connection closed by peer", "kind": "peer_gone"}),
+        (RAISED, False),
+        (Failure(rank=0, message="killed by signal 9 (SIGKILL)", killed_by=9), False),
+        (Failure(rank=1, message="hang in step 3"), False),
+        (None, True),
+        (Failure(rank=1, message="killed by signal 15 (SIGTERM)", killed_by=15), True),
+        (Failure(rank=1, message="exited with code 1 without recording an error", kind="no_cause"), True),
+        (Failure(rank=1, message="RuntimeError: Connection closed by peer", kind="peer_gone"), True),
     ],
 )
-def test_what_a_stop_signal_leaves_behind_is_no_failure(tmp_path: Path, cause: Failure | None) -> None:
+def test_a_stop_signal_hides_what_it_leaves_behind_and_no_other_failure(
+    tmp_path: Path, cause: Failure | None, is_hidden: bool
+) -> None:
     found, summary = result(tmp_path, cause)
-    assert (found.exit_code, summary["exit_code"]) == (143, 143)
-    assert (summary["failure"]["kind"], summary["failure"]["message"]) == ("stopped", STOPPED)
+    told = ("stopped", STOPPED) if cause is None or is_hidden else (cause.kind, cause.message)
+    assert (summary["failure"]["kind"], summary["failure"]["message"]) == told
+    assert found.exit_code == summary["exit_code"] == (143 if is_hidden else 1)
+    assert (found.signal, summary["signal"]) == (signal.SIGTERM, signal.SIGTERM)
+    assert is_hidden or found.failure == cause
 
 
 def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Path) -> None:

@@ -57,11 +57,9 @@ def test_steps_are_drawn_in_blocks_of_five_that_go_round() -> None:
     assert statistics.fmean(drawn) == pytest.approx(statistics.fmean(steps), rel=1e-3)
 
 
-def test_a_block_is_no_longer_than_the_steps() -> None:
-    assert stats.resampled_means([[1.0, 2.0, 3.0]] * 2) == pytest.approx(2.0)
-
-
 def test_draws_follow_from_the_seed_and_need_two_repeats() -> None:
+    """A block is no longer than the steps."""
+    assert stats.resampled_means([[1.0, 2.0, 3.0]] * 2) == pytest.approx(2.0)
     repeats = [[1.0, 2.0, 3.0, 5.0, 4.0, 6.0, 2.0], [1.0, 3.0, 3.0, 4.0, 4.0, 6.0, 2.0]]
     first, again, other = (stats.resampled_means(repeats, *seed) for seed in ((), (0,), (1,)))
     assert first is not None
