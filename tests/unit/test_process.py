@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ from bert_dp import files
 from bert_dp.files import BEAT_BYTES, PHASES, Heartbeat, heartbeat_path, read_heartbeat
 from bert_dp.training import process
 from bert_dp.training.process import HeartbeatWriter, LogErrors, LogStream, Records, TolerantFile
-from launcher.watch.hangs import parse_stack
 from tests.e2e.cli import wait_for
 from tests.faults.harness import observe
 
@@ -134,31 +132,6 @@ def test_a_beat_is_no_system_call(beat: HeartbeatWriter) -> None:
         beat.enter("step", number)
     observe(7, beat_us=(time.perf_counter() - start) / 2000 * 1e6)
     assert writes() == before
-
-
-def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
-    code = (
-        "import ctypes, sys\n"
-        "from bert_dp.training.process import show_stacks_on_signal\n"
-        "show_stacks_on_signal(2)\n"
-        "print('ready', flush=True)\n"
-        "def held():\n"
-        "    while True: ctypes.PyDLL(None).sleep(60)\n"
-        "held()\n"
-    )
-    environ = {**os.environ, "BERT_DP_LOG_DIR": str(tmp_path)}
-    child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout.readline() == "ready\n"
-        written = tmp_path / "rank-2.stack"
-        time.sleep(0.2)
-        child.send_signal(signal.SIGUSR2)
-        whole = [("<string>", "held"), ("<string>", "<module>")]  # faulthandler writes it frame by frame
-        wait_for(lambda: [(f.path, f.function) for f in parse_stack(written.read_text())] == whole, 30)
-        assert child.poll() is None
-    finally:
-        child.kill()
-        child.communicate()
 
 
 FULL = "[Errno 28] No space left on device"

@@ -1,4 +1,4 @@
-"""Secrets: which values count, and command lines without them. Files of a run: tests/faults/test_inputs.py."""
+"""Secrets: which values count, and command lines without them; a run's files: tests/faults/test_inputs.py."""
 
 import dataclasses
 import sys
