@@ -143,15 +143,6 @@ def test_a_pipe_is_told_the_phase_after_a_long_silence(tmp_path: Path, now: Simp
     assert out.getvalue().splitlines() == ["saving", "training step 5"]
 
 
-def test_what_is_piped_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    monkeypatch.delenv("COLUMNS", raising=False)
-    show(make_console(), "word " * 100)
-    assert sys.stdout.getvalue().rstrip() == ("word " * 100).rstrip()
-    monkeypatch.setenv("COLUMNS", "40")
-    assert make_console().width == 40
-
-
 def say(tmp_path: Path, rank: int, text: str) -> None:
     with (tmp_path / "logs" / f"rank-{rank}.log").open("a") as file:
         file.write(text)
@@ -187,14 +178,16 @@ def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
     assert out.getvalue() == ""
 
 
-def test_an_ascii_console_shows_lines_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    show(make_console(), "memory ▂█ peak", **PLAIN)
-    table = Table(box=None, show_header=False, padding=0)
+def test_a_pipe_is_not_wrapped_and_may_be_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, table = io.BytesIO(), Table(box=None, show_header=False, padding=0)
     table.add_row("1 ± 2")
-    show(make_console(), table)
-    assert raw.getvalue() == b"memory ?? peak\n1 ? 2\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for what in ("▂█ " + "word " * 100, table):
+        show(make_console(), what, **PLAIN)
+    assert raw.getvalue().decode() == "?? " + "word " * 100 + "\n1 ? 2\n"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert make_console().width == 40
 
 
 def test_lines_are_made_readable() -> None:

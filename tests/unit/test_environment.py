@@ -285,29 +285,22 @@ def test_what_is_measured(fake_module, tmp_path, check, source, level, words):
     assert not list(tmp_path.glob(".bert-dp-doctor-*"))
 
 
-@pytest.mark.parametrize("start", ["module", "ranks"])
-def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tmp_path, monkeypatch, start):
-    def kernels(scratch):
-        if start == "ranks":
-            environ = start_environment(RankStart(1, [], on_gpu=True), tmp_path, scratch)
-            return environ.get(variable)
-        name = fake_module(f"import json, os; print(json.dumps(os.environ.get({variable!r})))")
-        process = children.start_module(name, [], stdout=subprocess.PIPE, scratch=str(scratch))
-        return json.loads(process.communicate()[0])
-
+def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tmp_path, monkeypatch):
     variable, cache = "TORCHINDUCTOR_CACHE_DIR", tmp_path / "cache"
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("BERT_DP_CACHE", str(cache))
-    assert kernels(tmp_path / "a") == kernels(tmp_path / "b") == str(cache / "kernels")
+    name = fake_module(f"import os; print(os.environ[{variable!r}])")
+    process = children.start_module(name, [], stdout=subprocess.PIPE, scratch=str(tmp_path / "a"))
+    of_ranks = start_environment(RankStart(1, [], on_gpu=True), tmp_path, tmp_path / "b")
+    assert process.communicate()[0].strip() == of_ranks[variable] == str(cache / "kernels")
     assert (cache / "kernels").is_dir()
     monkeypatch.setenv(variable, "mine")
-    assert kernels(tmp_path) == "mine"
-    monkeypatch.delenv(variable)
+    assert children.kernel_caches() == {variable: "mine"}
     cache.chmod(0o777)  # other users could put their code there
-    assert kernels(tmp_path) is None
+    assert children.kernel_caches() == {}
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
-    assert kernels(tmp_path) is None
+    assert children.kernel_caches() == {}
 
 
 def test_a_command_of_the_system_answers_or_says_why_not(tmp_path):
