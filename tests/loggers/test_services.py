@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +71,14 @@ def read_mlflow(run_dir: Path) -> Stored:
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=(run_dir / "mlflow").as_uri())
-    run = max(client.search_runs([experiment_of(client)]), key=lambda run: run.info.start_time)
+    experiment = str(client.get_experiment_by_name("bert-dp").experiment_id)
+    run = max(client.search_runs([experiment]), key=lambda run: run.info.start_time)
     rows = [
         (point.step, {key: point.value})
         for key in run.data.metrics
         for point in client.get_metric_history(run.info.run_id, key)
     ]
     return Stored(rows, run.data.params, {**run.data.metrics, **run.data.tags}, run.info.status)
-
-
-def experiment_of(client: Any) -> str:
-    return str(client.get_experiment_by_name("bert-dp").experiment_id)
 
 
 def read_trackio(run_dir: Path) -> Stored:
@@ -94,11 +91,7 @@ def read_trackio(run_dir: Path) -> Stored:
     return Stored(rows, json.loads(config), summary, None)
 
 
-READERS: dict[str, Callable[[Path], Stored]] = {
-    "wandb": read_wandb,
-    "mlflow": read_mlflow,
-    "trackio": read_trackio,
-}
+READERS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
 
 
 @pytest.fixture(params=READERS)
@@ -107,13 +100,8 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name = str(request.param)
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed here; `make test-loggers` has an environment with it")
-    for variable in (
-        "WANDB_MODE",
-        "MLFLOW_TRACKING_URI",
-        "TRACKIO_DIR",
-        "TRACKIO_SPACE_ID",
-        "TRACKIO_SERVER_URL",
-    ):
+    own = "WANDB_MODE MLFLOW_TRACKING_URI TRACKIO_DIR TRACKIO_SPACE_ID TRACKIO_SERVER_URL"
+    for variable in own.split():
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader
     return name

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -147,22 +148,12 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
     assert (worker["config_hash"], worker["device"], worker["nccl"]) == (config.hash(), "CPU", None)
 
 
-def test_optimizer_and_model_compile_alike(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[bool, str]] = []
-    plain = build.optim.make_optimizer
-
-    def make_optimizer(*of: Any, compiled: bool, precision: str) -> torch.optim.Optimizer:
-        asked.append((compiled, precision))
-        return plain(*of)
-
-    monkeypatch.setattr(build.optim, "make_optimizer", make_optimizer)
-    for setting in ("on", "off"):
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_optimizer_and_model_compile_alike(shards: Path, tmp_path: Path, setting: str) -> None:
+    with mock.patch.object(build.optim, "make_optimizer", wraps=build.optim.make_optimizer) as made:
         with lone_trainer(lone_config(shards, compile=setting), tmp_path) as trainer:
             assert trainer.metadata["compiled"] is (setting == "on")
-            precision = trainer.precision.name
-    assert asked == [(True, precision), (False, precision)]
+    assert made.call_args.kwargs == {"compiled": setting == "on", "precision": trainer.precision.name}
 
 
 def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,9 @@ from launcher.watch.failure import RankExit, RanksEnded
 from tests.e2e.cli import here, tiny, wait_for
 from tests.helpers import issues_of, raised_issues
 
-SLURM = {
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "192.0.2.[7-8]",
-    "SLURM_NODEID": "1",
-    "SLURM_JOB_ID": "16001",
-}
+STEP = {"NUM_NODES": "2", "NUM_TASKS": "2", "NODELIST": "192.0.2.[7-8]"}
+SLURM = {f"SLURM_STEP_{name}": value for name, value in STEP.items()}
+SLURM |= {"SLURM_NODEID": "1", "SLURM_JOB_ID": "16001"}
 PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "192.0.2.7", "PET_MASTER_PORT": "1234"}
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "192.0.2.7\n192.0.2.8"}
 NONE: dict[str, str] = {}
