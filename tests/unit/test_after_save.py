@@ -35,19 +35,16 @@ def test_one_command_at_a_time_gets_the_newest_checkpoint(
     monkeypatch.setattr(after_save, "POLL_S", 0.02)
     (tmp_path / "logs").mkdir()
     save(tmp_path, 0)  # the one that is there is no new one
-    command, said = [sys.executable, "-c", NOTE, str(tmp_path)], list[str]()
-
-    def ran() -> str:
-        return (tmp_path / "ran").read_text() if (tmp_path / "ran").exists() else ""
+    command, said, ran = [sys.executable, "-c", NOTE, str(tmp_path)], list[str](), tmp_path / "ran"
 
     with AfterSave(command, tmp_path, said.append) as saved:
         for step in (1, 2, 3):
             save(tmp_path, step)
             saved.poll()
-        wait_for(ran)
-        assert ran() == "start 1\n"
+        wait_for(lambda: ran.exists() and ran.read_text())
+        assert ran.read_text() == "start 1\n"
         (tmp_path / "go").touch()
-    assert ran().splitlines() == ["start 1", "end 1", "start 3", "end 3"]
+    assert ran.read_text().splitlines() == ["start 1", "end 1", "start 3", "end 3"]
     assert said == []
     with AfterSave(command, tmp_path, said.append):
         save(tmp_path, 4)
@@ -57,7 +54,7 @@ def test_one_command_at_a_time_gets_the_newest_checkpoint(
     with AfterSave(command, tmp_path, said.append) as saved:
         save(tmp_path, 6)
         saved.poll()
-        wait_for(lambda: "start 6" in ran())
+        wait_for(lambda: "start 6" in ran.read_text())
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()  # ends the wait and the command
     failed, missing, stopped = said
     assert failed.startswith("warning: --after-save failed for step-00000004: exited with code 1; see ")

@@ -146,15 +146,11 @@ def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
 
 def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the other ranks are not visible to it; what they are it is told."""
-    calls: list[Any] = []
+    placed = mock.Mock(return_value=Placement(((0,), (1,)), 1))
 
     def properties(index: int) -> Any:
         assert index == 0, "no such device"
         return SimpleNamespace(pci_domain_id=10, pci_bus_id=0x1B, pci_device_id=0)
-
-    def placed(*arguments: Any) -> Placement:
-        calls.append(arguments)
-        return Placement(((0,), (1,)), 1)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -166,7 +162,8 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     namesake = dataclasses.replace(other, node=f"{mine.node.partition('/')[0]}/another boot")
     set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, namesake])
     set_affinity(GPU, LONE)
-    assert calls == [(1, 2, ["0000:1a:00.0", "000a:1b:00.0"]), (0, 1, ["000a:1b:00.0"])]
+    of_two, alone = (1, 2, ["0000:1a:00.0", "000a:1b:00.0"]), (0, 1, ["000a:1b:00.0"])
+    assert placed.call_args_list == [mock.call(*of_two), mock.call(*alone)]
 
 
 @pytest.mark.parametrize(
@@ -195,15 +192,13 @@ def test_threads_are_limited(monkeypatch: pytest.MonkeyPatch, given: int, allowe
 
 def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc's M_MMAP_MAX is -4, M_TRIM_THRESHOLD -1."""
-    asked: list[tuple[int, int]] = []
-    libc = SimpleNamespace(mallopt=lambda *option: asked.append(option))
+    libc = mock.Mock()
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(devices, "bind", lambda *_: Placement(((0,),), 1))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     set_affinity(CPU, LONE)
-    assert asked == [(-4, 0), (-1, -1)]
     set_affinity(GPU, LONE, [HostAndDevice("n1/1", "0000:1a:00.0")])
-    assert len(asked) == 2
+    assert libc.mallopt.call_args_list == [mock.call(-4, 0), mock.call(-1, -1)]
     del libc.mallopt  # another libc
     set_affinity(CPU, LONE)
 

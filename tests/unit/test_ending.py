@@ -266,25 +266,17 @@ def test_a_torchrun_elsewhere_is_to_blame_where_none_of_its_ranks_ended_before_i
 ) -> None:
     start_with(monkeypatch, tmp_path, "-c", "raise SystemExit(1)")
     (tmp_path / "config.yaml").touch()
-    blamed: list[Any] = []
 
     def collect(ours: RanksEnded) -> dict[int, RanksEnded]:
         theirs = {"failed_ns": 100, "exits": [RankExit(1, 3, exit_ns)]}
         return {k: ours.model_copy(update=changes) for k, changes in enumerate(({"failed_ns": None}, theirs))}
 
-    def blame(cause: Any, unknown: Any, failed_first: int) -> tuple[Any, int]:
-        blamed.extend((cause.rank, failed_first))
-        return cause, 1
-
-    nodes: Any = SimpleNamespace(
-        begin=lambda start, _: start,
-        exchange=lambda *_, **__: Order(failed=False, over=False),
-        collect=collect,
-        blame=blame,
-        counts=[1, 1],
-    )
+    nodes = mock.Mock(counts=[1, 1], collect=collect, begin=lambda start, _: start)
+    nodes.exchange.return_value = Order(failed=False, over=False)
+    nodes.blame.side_effect = lambda cause, *_: (cause, 1)
     ended = processes.run(tmp_path, RankStart(2, []), nodes=nodes)
-    assert (ended.exit_code, blamed) == (1, [1, first])
+    cause, _, failed_first = nodes.blame.call_args.args
+    assert (ended.exit_code, cause.rank, failed_first) == (1, 1, first)
 
 
 def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

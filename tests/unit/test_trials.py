@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,7 +24,6 @@ from launcher.run import processes, trials
 from launcher.run.processes import RunOutcome
 from launcher.run.starters import RankStart
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialsFailed, run_to_end
-from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
 
 FAILED = failed("rank 0: it broke")
@@ -248,20 +248,16 @@ def test_a_trial_uses_its_slot_and_logs_its_step(
 def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[Any] = []
-    limits: list[Any] = []
-
-    def run(directory: Path, start: RankStart, *, watch: hangs.Watch) -> RunOutcome:
-        calls.append((directory, start, watch._limits.hang_after_s))
-        return RunOutcome(3, Failure(rank=1, message="ValueError: no"))
-
+    run = mock.Mock(return_value=RunOutcome(3, Failure(rank=1, message="ValueError: no")))
+    limit = mock.Mock()
     monkeypatch.setattr(processes, "run", run)
-    monkeypatch.setattr(trials.resource, "setrlimit", lambda *given: limits.append(given))
+    monkeypatch.setattr(trials.resource, "setrlimit", limit)
     (tmp_path / "config.yaml").write_text(dump_config(config(8, "run.hang_after_s=7")))
     options = {"launcher": "deepspeed", "on_gpu": True, "cores": [4, 5]}
     assert trials.main([str(tmp_path), "2", json.dumps(options), "99"]) == 3
-    assert calls == [(tmp_path, RankStart(2, ["--resume", "never"], **options), 7.0)]
-    assert limits == [(resource.RLIMIT_DATA, (99, 99))]
+    run.assert_called_once_with(tmp_path, RankStart(2, ["--resume", "never"], **options), watch=mock.ANY)
+    assert run.call_args.kwargs["watch"]._limits.hang_after_s == 7.0
+    limit.assert_called_once_with(resource.RLIMIT_DATA, (99, 99))
     assert capsys.readouterr().out == "rank 1: ValueError: no\n"
 
 
