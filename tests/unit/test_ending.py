@@ -432,33 +432,25 @@ def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_use
     assert command[place : place + len(restored) + 1] == [*restored, sys.executable]
 
 
-PARENT = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1], "-m", "bert_dp.worker"], stdin=subprocess.PIPE)
-sys.stdin.readline()
-child.stdin.close()
-sys.stdin.readline()
-"""
+TOOL = (  # the worker stays a zombie
+    "import subprocess, sys, time; "
+    "child = subprocess.Popen([sys.executable, '-c', sys.argv[1], '-m', 'bert_dp.worker']); time.sleep(600)"
+)
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
-def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) -> None:
-    # it says itself that it runs: right after its start a process has no command line yet
-    worker = f"import os, sys; print('started', flush=True); sys.stdin.read(); {end}"
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT, worker],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "RANK": "2"},
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout.readline() == b"started\n"
-        seen = processes.Workers(process, 1)
-        seen.wait(0.0)
-        assert list(seen.by_rank()) == [2]
-        process.stdin.write(b"\n")
-        process.stdin.flush()
-        seen.wait(60.0)
-        assert seen.by_rank() == {}
-        assert [(gone.rank, gone.code) for gone in seen.exits] == [(2, code)]
-        seen.close()
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit(7)", "exited with code 7 without recording an error"),
+        ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_worker_that_ends_leaves_its_exit_code_or_signal(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str, told: str
+) -> None:
+    worker = f"import os, sys, time\nwhile not os.path.exists('seen'): time.sleep(0.01)\n{end}"
+    start_with(monkeypatch, tmp_path, "-c", TOOL, worker)
+    monkeypatch.setenv("RANK", "2")
+    watch: Any = SimpleNamespace(hang=None, ends=False, poll=lambda workers: workers and Path("seen").touch())
+    ended = processes.run(tmp_path, RankStart(1, []), watch=watch)
+    assert ended.failure.headline() == f"rank 2: {told}"

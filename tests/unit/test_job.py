@@ -208,8 +208,7 @@ def test_missing_inputs(
 def test_a_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "scipy")
     config = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=/none")
-    issues = [i.setting for i in job.input_issues(config) if i.kind == "needs_package"]
-    assert issues == ["objective.name"]
+    assert ("objective.name", "needs_package") in [(i.setting, i.kind) for i in job.input_issues(config)]
 
 
 def test_an_open_cache_is_refused_for_data_to_build(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:

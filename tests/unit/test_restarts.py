@@ -20,6 +20,7 @@ from tests.states import FACTS
 
 KILLED = Failure(rank=1, message="killed by signal 9 (SIGKILL)", killed_by=9, kind="killed")
 RAISED = Failure(rank=0, message="ValueError: no", where="a.py:1")
+Attempt = tuple[int, Failure | None, int | None]  # exit code, failure, step of the checkpoint that it leaves
 
 
 def config(*settings: str, **batch: int) -> Config:
@@ -27,9 +28,9 @@ def config(*settings: str, **batch: int) -> Config:
 
 
 class Play:
-    """Attempts in turn: (exit code, failure, step of the checkpoint it leaves or None)."""
+    """Attempts in turn."""
 
-    def __init__(self, run_dir: Path, *attempts: tuple[int, Failure | None, int | None]):
+    def __init__(self, run_dir: Path, *attempts: Attempt):
         self.run_dir, self.attempts = run_dir, list(attempts)
         self.started: list[tuple[int, str]] = []
         self.said: list[str] = []
@@ -76,11 +77,7 @@ BAD = Failure(rank=0, message="bad", kind="bad_input")
     ],
 )
 def test_a_failure_is_started_again_later_and_later_until_it_is_pointless(
-    tmp_path: Path,
-    attempts: list[tuple[int, Failure | None, int | None]],
-    code: int,
-    waits: list[float],
-    said: str | None,
+    tmp_path: Path, attempts: list[Attempt], code: int, waits: list[float], said: str | None
 ) -> None:
     play = Play(tmp_path, *attempts)
     assert play.go(9).exit_code == code
