@@ -506,9 +506,7 @@ class Member:
             seen = [
                 hangs.RankSnapshot(k, beat, 0, 0, s) for k, (beat, s) in self._ranks.items() if k in workers
             ]
-            found = hangs.evidence(self._run_dir, workers, seen)
-            ranks = {k: [[dataclasses.astuple(f) for f in stack], all_] for k, (stack, all_) in found.items()}
-            self.link.send("evidence", ranks=ranks)
+            self.link.send("evidence", ranks=hangs.evidence(self._run_dir, workers, seen))
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
         """Report a failure, a signal or a rank's exit here to node 0; return its instructions."""

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -54,8 +54,7 @@ Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, from bert_dp.training.distributed.recent_collectives."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     path: str
     line: int
     function: str
@@ -104,8 +103,7 @@ class RankSnapshot:
         return f"in step {self.heartbeat.step} ({self.phase}{done})"
 
 
-@dataclasses.dataclass(frozen=True)
-class HangDiagnosis:
+class HangDiagnosis(NamedTuple):
     ranks: tuple[int, ...]  # ranks that block the others; () if none stands out
     reason: str
 
