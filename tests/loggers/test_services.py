@@ -26,8 +26,7 @@ pytestmark = pytest.mark.loggers
 class Stored:
     """What a service has of one run."""
 
-    rows: list[tuple[int, dict[str, Any]]]
-    """By step; a service may keep the values of a step in several."""
+    rows: list[tuple[int, dict[str, Any]]]  # by step; a service may keep the values of a step in several
     config: dict[str, Any]
     summary: dict[str, Any]
     ended: str | None
