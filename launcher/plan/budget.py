@@ -13,18 +13,8 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from bert_dp import files
-from bert_dp.config import (
-    BUDGETS,
-    Config,
-    ConfigError,
-    Issue,
-    ModelConfig,
-    batch_layout,
-    dump_config,
-    peak_lr,
-    read_yaml,
-)
-from bert_dp.config.schema import PlannedFigure, PredictedName
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, dump_config, peak_lr, read_yaml
+from bert_dp.config.schema import BUDGETS, ModelConfig, PlannedFigure, PredictedName
 from bert_dp.cost import num_parameters
 from bert_dp.files.models import StoredFile, StoredModel
 from launcher import results

@@ -16,6 +16,7 @@ from launcher import results
 from launcher.job import Job, VerbOptions
 from launcher.log import Log
 from launcher.machine import environment
+from launcher.run.restarts import RunOptions
 from launcher.run.trials import PARTS, Runner, SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed
 from launcher.tune import PLAN, batch
 from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
@@ -83,12 +84,10 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     (tmp_path / "auto.yaml").write_text("batch: {micro_size: auto}\n")
     settings = [f"data.path={shards}", "run.device=cpu", *SETTINGS]
 
-    def resolve(*more: str, run_dir: Path | None = None, **options: Any) -> tuple[list[str], int, str]:
-        given = {"nproc": "2", "resume": "auto", "launcher": "accelerate", "dry_run": False, **options}
-        words = [*settings, *more]
-        overrides, code = batch.resolve_auto_batch(
-            str(tmp_path / "auto.yaml"), words, run_dir=run_dir, console=Console(width=200), **given
-        )
+    def resolve(*more: str, **changes: Any) -> tuple[list[str], int, str]:
+        run = RunOptions("2", **{"launcher": "accelerate", **changes})
+        name, console = str(tmp_path / "auto.yaml"), Console(width=200)
+        overrides, code = batch.resolve_auto_batch(name, [*settings, *more], run, console)
         return overrides, code, capsys.readouterr().out
 
     assert resolve(dry_run=True)[:2] == ([*settings, "batch.micro_size=1"], 0)
