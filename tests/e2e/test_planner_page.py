@@ -9,7 +9,7 @@ import pytest
 
 from bert_dp.config import ConfigError
 from launcher.plan import planner_page
-from launcher.plan.budget import Costs, family, make_plan
+from launcher.plan.budget import BudgetOptions, Costs, family, make_plan
 from launcher.plan.gpu_speed import gpu_rate
 from launcher.plan.step_model import hardware
 from tests.browser import Browser
@@ -53,7 +53,8 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
         return rates[key]
 
     ratio = None if fit else state["ratio"]
-    plan = make_plan(BASE, state["unit"], state["amount"], costs, rate_of, fit, None, ratio)
+    options = BudgetOptions(**{state["unit"]: state["amount"]}, tokens_per_parameter=ratio)
+    plan = make_plan(options, BASE, costs, rate_of, fit)
     found = {"hours": plan.hours, "flops": plan.figures["compute"].value}
     found |= {unit: plan.hours * costs.per_hour[unit] for unit in ("dollars", "kwh")}
     if fit is not None:

@@ -9,7 +9,7 @@ import pytest
 from bert_dp.config import load_config
 from bert_dp.config.load import find_config
 from launcher.plan import budget, loss_fit
-from launcher.plan.budget import Costs, make_plan, solve_above_tip
+from launcher.plan.budget import BudgetOptions, Costs, make_plan, solve_above_tip
 from launcher.plan.frontier import CompletedRun, Frontier, LossLaw
 from launcher.plan.gpu_speed import Rate, gpu_rate, measured_rate
 from tests.helpers import raised_issues
@@ -109,7 +109,7 @@ def own_fit() -> Frontier:
 
 
 def test_a_plan_by_an_own_frontier_spends_the_budget_at_the_best_size() -> None:
-    plan = make_plan(BASE, "dollars", 50.0, Costs(1, price=2.5), h100_rate, own_fit())
+    plan = make_plan(BudgetOptions(dollars=50.0), BASE, Costs(1, price=2.5), h100_rate, own_fit())
     assert plan.hours == 20.0
     best = plan.figures["best parameters"]
     assert best.value == pytest.approx(LAW.best_parameters(plan.figures["compute"].value), rel=0.02)
@@ -124,7 +124,7 @@ def test_a_plan_by_an_own_frontier_spends_the_budget_at_the_best_size() -> None:
 
 
 def test_without_a_frontier_published_answers_stand_side_by_side() -> None:
-    plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate)
+    plan = make_plan(BudgetOptions(hours=24.0), BASE, Costs(1), h100_rate)
     assert not plan.is_chosen
     assert len(plan.models) == len(budget.PUBLISHED)
     sizes = [model.parameters for model in plan.models]
@@ -135,7 +135,8 @@ def test_without_a_frontier_published_answers_stand_side_by_side() -> None:
 
 
 def test_a_ratio_of_tokens_to_parameters_that_was_given() -> None:
-    plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate, None, 1e9, 200.0)
+    options = BudgetOptions(hours=24.0, tokens_available=1e9, tokens_per_parameter=200.0)
+    plan = make_plan(options, BASE, Costs(1), h100_rate)
     assert plan.models[0].tokens.value / plan.models[0].parameters == pytest.approx(200, rel=0.3)
     assert plan.figures["epochs"].value == pytest.approx(plan.models[0].tokens.value / 1e9)
     assert len(plan.warnings) == 1
@@ -143,20 +144,21 @@ def test_a_ratio_of_tokens_to_parameters_that_was_given() -> None:
 
 def test_costs_stand_beside_with_their_origin_and_null_where_unknown() -> None:
     costs = Costs(4, 2.0, 500.0, 1.2, 481.0, {"dollars": ("published", "a list")})
-    plan = make_plan(BASE, "hours", 10.0, costs, h100_rate, keep_model=True)
+    options = BudgetOptions(hours=10.0, keep_model=True)
+    plan = make_plan(options, BASE, costs, h100_rate)
     assert (plan.models[0].parameters, plan.models[0].hidden_size) == (119_589_889, 768), "the model is kept"
     assert plan.figures["dollars"].value == pytest.approx(80)
     assert (plan.figures["dollars"].origin, plan.figures["dollars"].note) == ("published", "a list")
     assert plan.figures["kwh"].value == pytest.approx(24)
     assert plan.figures["co2_kg"].value == pytest.approx(24 * 0.481)
-    plan = make_plan(BASE, "hours", 10.0, Costs(1), h100_rate, keep_model=True)
+    plan = make_plan(options, BASE, Costs(1), h100_rate)
     assert [plan.figures[name].value for name in ("dollars", "kwh", "co2_kg")] == [None, None, None]
 
 
 @pytest.mark.parametrize(("hours", "bound"), [(1e-4, "least"), (1e9, "most")])
 def test_a_budget_that_no_size_fits_is_refused_with_the_bound(hours, bound) -> None:
-    ask = functools.partial(make_plan, BASE, "hours", hours, Costs(1), h100_rate, tokens_per_parameter=200.0)
-    (found,) = raised_issues(ask)
+    options = BudgetOptions(hours=hours, tokens_per_parameter=200.0)
+    (found,) = raised_issues(make_plan, options, BASE, Costs(1), h100_rate)
     assert (found.setting, found.kind) == ("--hours", "out_of_range")
     assert bound in (found.hint or "")
 
@@ -165,10 +167,10 @@ def test_a_small_budget_is_flagged() -> None:
     def slow(_) -> Rate:
         return Rate(20_000.0, 1.1, "measured", "here")
 
-    plan = make_plan(BASE, "hours", 0.5, Costs(1), slow, keep_model=True)
+    plan = make_plan(BudgetOptions(hours=0.5, keep_model=True), BASE, Costs(1), slow)
     assert plan.figures["compute"].value > budget.MLM_MIN_FLOPS
     assert not plan.warnings
-    plan = make_plan(BASE, "hours", 0.01, Costs(1), slow, keep_model=True)
+    plan = make_plan(BudgetOptions(hours=0.01, keep_model=True), BASE, Costs(1), slow)
     assert any("below 2.2 PFLOP" in warning for warning in plan.warnings)
 
 
