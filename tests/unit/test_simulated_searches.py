@@ -5,10 +5,8 @@ run the same trial see the same result. tests/simulated_searches.json is the rec
 replaced, on the same curves.
 """
 
-import dataclasses
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +35,47 @@ STEP_SD = 0.03
 UPDATE_SHARE = 0.05  # of a step of the fastest size
 
 
-@dataclasses.dataclass(frozen=True)
 class ThroughputCurve:
     """Throughput and memory against the micro batch, on `dp` replicas at the global batch `global_size`."""
 
-    index: int
-    global_size: int
-    dp: int
-    sizes: tuple[int, ...]
-    pass_s: Mapping[int, float]
-    """Micro batch -> seconds per sequence of a replica."""
-    update_s: float
-    run_sd: Mapping[int, float]
-    startup_s: float
-    budget_s: float
-    constant_gib: float
-    bend_sequences: float
-    """Below it the peak stays as it is at this size: that of the optimizer step."""
-    gib_per_sequence: float
-    limit_gib: float | None
+    def __init__(self, index: int):
+        draw, shape = random.Random(f"throughput {index}"), SHAPES[index % len(SHAPES)]
+        self.index = index
+        self.dp, self.global_size = draw.choice([(2, 64), (2, 512), (4, 256), (8, 1024), (2, 96)])
+        most = self.global_size // self.dp
+        self.sizes = sizes = tuple(m for m in range(1, most + 1) if most % m == 0)
+        half, power = draw.uniform(0.3, 4), draw.uniform(0.1, 0.4)
+        dip, peak = draw.choice(sizes[len(sizes) // 2 :]), draw.choice(sizes[len(sizes) // 2 :])
+
+        def speed(m: int) -> float:
+            if shape == "rising":
+                return m**power
+            if shape == "flat":
+                return 1 + draw.uniform(-0.01, 0.01)
+            value = m / (m + half)
+            if shape == "dip" and m == dip:
+                value *= draw.uniform(0.7, 0.85)
+            if shape == "falling" and m > peak:
+                value *= (peak / m) ** draw.uniform(0.1, 0.3)
+            return value
+
+        step_s = draw.uniform(0.3, 0.8)  # of the global batch at the best size
+        speeds = {m: speed(m) for m in sizes}
+        best_s = (1 - UPDATE_SHARE) * step_s * self.dp / self.global_size
+        self.pass_s = {
+            m: best_s * max(speeds.values()) / speeds[m] for m in sizes
+        }  # per sequence of a replica
+        self.update_s = UPDATE_SHARE * step_s
+        self.constant_gib, self.gib_per_sequence = draw.uniform(0.3, 2), 10 ** draw.uniform(-3, -1)
+        self.bend = draw.uniform(0, most / 8)  # below this size the peak is that of the optimizer step
+        self.limit_gib: float | None = None
+        if draw.random() < 0.5:
+            self.limit_gib = self.peak_gib(draw.choice(sizes[len(sizes) // 3 :])) * draw.uniform(1.12, 1.5)
+        self.run_sd = {m: draw.choice(RUN_SD) for m in sizes}
+        self.startup_s, self.budget_s = draw.uniform(3, 8), draw.choice([120.0, 180.0, 300.0])
 
     def peak_gib(self, micro: int) -> float:
-        return self.constant_gib + self.gib_per_sequence * max(micro, self.bend_sequences)
+        return self.constant_gib + self.gib_per_sequence * max(micro, self.bend)
 
     def fits(self, micro: int, share: float = 1.0) -> bool:
         return self.limit_gib is None or self.peak_gib(micro) <= share * self.limit_gib
@@ -100,70 +117,22 @@ class ThroughputCurve:
         return min(times, key=lambda micro: sum(times[micro]) / len(times[micro]))
 
 
-def throughput_curve(index: int) -> ThroughputCurve:
-    draw = random.Random(f"throughput {index}")
-    shape = SHAPES[index % len(SHAPES)]
-    dp, global_size = draw.choice([(2, 64), (2, 512), (4, 256), (8, 1024), (2, 96)])
-    most = global_size // dp
-    sizes = tuple(m for m in range(1, most + 1) if most % m == 0)
-    half = draw.uniform(0.3, 4)
-    power = draw.uniform(0.1, 0.4)
-    dip, peak = draw.choice(sizes[len(sizes) // 2 :]), draw.choice(sizes[len(sizes) // 2 :])
-
-    def speed(m: int) -> float:
-        if shape == "rising":
-            return m**power
-        if shape == "flat":
-            return 1 + draw.uniform(-0.01, 0.01)
-        value = m / (m + half)
-        if shape == "dip" and m == dip:
-            value *= draw.uniform(0.7, 0.85)
-        if shape == "falling" and m > peak:
-            value *= (peak / m) ** draw.uniform(0.1, 0.3)
-        return value
-
-    step_s = draw.uniform(0.3, 0.8)  # of the global batch at the best size
-    speeds = {m: speed(m) for m in sizes}
-    top = max(speeds.values())
-    pass_s = {m: (1 - UPDATE_SHARE) * step_s * dp / global_size * top / value for m, value in speeds.items()}
-    constant, each, bend = draw.uniform(0.3, 2), 10 ** draw.uniform(-3, -1), draw.uniform(0, most / 8)
-    limit = None
-    if draw.random() < 0.5:
-        limit = (constant + each * max(bend, draw.choice(sizes[len(sizes) // 3 :]))) * draw.uniform(1.12, 1.5)
-    return ThroughputCurve(
-        index=index,
-        global_size=global_size,
-        dp=dp,
-        sizes=sizes,
-        pass_s=pass_s,
-        update_s=UPDATE_SHARE * step_s,
-        run_sd={m: draw.choice(RUN_SD) for m in sizes},
-        startup_s=draw.uniform(3, 8),
-        budget_s=draw.choice([120.0, 180.0, 300.0]),
-        constant_gib=constant,
-        bend_sequences=bend,
-        gib_per_sequence=each,
-        limit_gib=limit,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class LossCurve:
     """Held-out loss against the learning rate of whole and shorter runs, which diverge above an edge."""
 
-    index: int
-    best_lr: float
-    """Best rate of whole runs."""
-    shift: float
-    """Octaves by which runs of 1/8 of the tokens like a higher rate."""
-    below: float
-    """Nats per squared octave below the best rate."""
-    above: float
-    edge: float
-    range_edge: float
-    """Where the range test breaks, which is not where whole runs do; above 1: nowhere."""
-    seed_sd: float
-    unigram: float = 7.0
+    unigram = 7.0
+
+    def __init__(self, index: int):
+        draw = random.Random(f"loss {index}")
+        self.index = index
+        self.best_lr = 10 ** draw.uniform(-3.5, -1.5)  # of whole runs
+        self.edge = self.best_lr * 2 ** draw.uniform(0.7, 4)
+        self.below = 10 ** draw.uniform(-2, -0.8)  # nats per squared octave below the best rate
+        self.shift = draw.uniform(-0.3, 1.2)  # octaves by which runs of 1/8 of the tokens like a higher rate
+        self.above = self.below * draw.uniform(0.7, 3)
+        # the range test breaks elsewhere than whole runs do, or (above 1) nowhere
+        self.range_edge = 2.0 if draw.random() < 0.1 else self.edge * 2 ** draw.uniform(-0.5, 1)
+        self.seed_sd = 10 ** draw.uniform(-2.5, -1.7)
 
     def mean(self, lr: float, share: float = 1.0) -> float:
         """Expected loss in nats; infinite where runs diverge."""
@@ -194,23 +163,6 @@ class LossCurve:
                 loss += 2 * math.log2(lr / self.range_edge)
             points.append((lr, loss, 0))
         return points
-
-
-def loss_curve(index: int) -> LossCurve:
-    draw = random.Random(f"loss {index}")
-    best = 10 ** draw.uniform(-3.5, -1.5)
-    edge = best * 2 ** draw.uniform(0.7, 4)
-    below = 10 ** draw.uniform(-2, -0.8)
-    return LossCurve(
-        index=index,
-        best_lr=best,
-        shift=draw.uniform(-0.3, 1.2),
-        below=below,
-        above=below * draw.uniform(0.7, 3),
-        edge=edge,
-        range_edge=2.0 if draw.random() < 0.1 else edge * 2 ** draw.uniform(-0.5, 1),
-        seed_sd=10 ** draw.uniform(-2.5, -1.7),
-    )
 
 
 class SimulatedSearch(BatchSearch):
@@ -253,7 +205,7 @@ class SimulatedSearch(BatchSearch):
 def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation() -> None:
     losses, even, above_limit, over_budget = list[float](), list[float](), 0, 0
     for index in range(CURVES):
-        curve = throughput_curve(index)
+        curve = ThroughputCurve(index)
         search = SimulatedSearch(curve)
         choice, runs = search.choice(), len(search.timed)
         assert choice is not None
@@ -271,8 +223,8 @@ def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation
 
 def test_slow_starts_do_not_carry_a_search_far_beyond_its_budget() -> None:
     for index in range(0, CURVES, 5):
-        curve = throughput_curve(index)
-        slow = dataclasses.replace(curve, startup_s=5 + index % 35, budget_s=60.0)
+        slow = ThroughputCurve(index)
+        slow.startup_s, slow.budget_s = 5 + index % 35, 60.0
         search = SimulatedSearch(slow)
         longest_s = max(trial.seconds for trial in (*search.memory_trials, *search.trials))
         assert search.used_s <= 1.25 * 60.0 + longest_s
@@ -307,7 +259,7 @@ class SimulatedLrSearch(LrSearch):
 def test_the_rate_is_at_least_as_good_as_before() -> None:
     gaps, trials = list[float](), 0
     for index in range(CURVES):
-        search = SimulatedLrSearch(loss_curve(index))
+        search = SimulatedLrSearch(LossCurve(index))
         try:
             search.train_rungs(search.test, search.whole)
         except TrialsFailed:
