@@ -288,8 +288,7 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size with budget, learning rate, micro batch and prediction.
-    Adds learning rate and micro batch to the plan's figures."""
+    """Return the configuration of the chosen size; add learning rate and micro batch to the figures."""
     config = with_settings(base, model=plan.models[0].model_dump(include=SHAPE))
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
     lr, micro = float(f"{rate:.3g}"), base.batch.micro_size
@@ -347,8 +346,8 @@ def make_plan(
         wanted = _published_sizes(sizes, rates, hours)
     else:
         hours_of = []  # of the training of each size to its best number of tokens
-        for size, each in zip(sizes, rates, strict=True):
-            enough = (ratio or 0.0) * size if fit is None else fit.law.best_budget(size) / (6 * size)
+        for n, each in zip(sizes, rates, strict=True):
+            enough = (ratio or 0.0) * n if fit is None else fit.law.best_budget(n) / (6 * n)
             hours_of.append(enough / each.tokens_per_s / 3600)
         best = _solve(sizes, hours_of, hours, unit, costs)
         wanted = {"deep": best, "wide": best, "half the size": best / 2, "twice the size": 2 * best}

@@ -18,6 +18,7 @@ from launcher.plan.scaling import unknown_issues
 from launcher.plan.step_model import hardware
 from launcher.report.formats import format_duration, format_si, format_step_time
 from launcher.run.train import expected_steps
+from launcher.tune import with_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,12 +37,12 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
     if precision not in known:
         message, hint = f"{gpu} does not support {precision}", f"use {known[0]}"
         raise ConfigError([Issue("precision", "unsupported", message, precision, "--gpu", hint)])
-    run = config.run.model_copy(update={"device": "cuda"})
     size = gpu_speed.memory_gib(gpu)
     count = int(nproc) if nproc.isdecimal() and len(nproc) < 6 else 1
     gpus = tuple(Gpu(i, device, size, None, free_gib=size) for i in range(count))
     machine = dataclasses.replace(job.machine, gpus=gpus)
-    return Job(job.name, config.model_copy(update={"run": run, "precision": precision}), machine)
+    config = with_settings(config, run={"device": "cuda"}).model_copy(update={"precision": precision})
+    return Job(job.name, config, machine)
 
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:

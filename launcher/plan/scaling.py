@@ -193,8 +193,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
 
 
 def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> models.ComparedCell | None:
-    """Compare a measured cell with its prediction, using its own links if they were measured; None if it
-    cannot be predicted."""
+    """Compare a measured cell with its prediction (over measured links, if any); None without one."""
     engine = "ddp" if cell.engine == "single" else cell.engine
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:

@@ -302,8 +302,7 @@ class LrSearch:
 
     def result(self, outcome: trials.SearchOutcome, facts: Mapping[str, Any]) -> TuneLr:
         """Return tune.json."""
-        spec, test = self.spec, self.range_test
-        trained = [trial for rung in self.rungs for trial in rung.trials]
+        spec, trained = self.spec, [trial for rung in self.rungs for trial in rung.trials]
         return TuneLr(
             status=outcome.status,
             reason=outcome.reason,
@@ -315,7 +314,7 @@ class LrSearch:
             tokens=self.tokens,
             ranks=spec.ranks,
             at_a_time=spec.at_a_time,
-            range_test=test,
+            range_test=self.range_test,
             rungs=self.rungs,
             choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
         )
@@ -383,11 +382,8 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
         optim=fixed_rate(lr),
         eval={"every_steps": 0},
     )
-    update = {
-        "checkpoint": schema.CheckpointConfig(keep=0),
-        "log": schema.LogConfig(every_steps=config.log.every_steps),
-    }
-    return trial.model_copy(update=update)
+    log = schema.LogConfig(every_steps=config.log.every_steps)
+    return trial.model_copy(update={"checkpoint": schema.CheckpointConfig(keep=0), "log": log})
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:

@@ -159,21 +159,6 @@ def test_if_no_finalist_can_be_chosen_the_next_rate_trains() -> None:
     assert following({}, 1.0, 0.5, 2.0, 0.25, 4.0, 8.0) == []
 
 
-def test_a_side_is_open_without_a_rate_on_it() -> None:
-    def side(*rungs: Rung) -> str | None:
-        return lr_search.open_side(rungs, 2.0)
-
-    assert side(rung({1.0: [3.0], 2.0: [2.0], 4.0: [3.0]})) is None
-    assert side(rung({1.0: [3.0], 2.0: [2.0]})) == "high"
-    assert side(rung({2.0: [2.0], 4.0: [3.0]})) == "low"
-    assert side(rung({4.0: [3.0]}), rung({1.0: [3.0], 2.0: [2.0]})) is None, "in any rung"
-    lost = rung({1.0: [3.0], 2.0: [2.0]})
-    lost.trials.append(outcome(4.0, None, status="failed"))
-    assert side(lost) == "high"
-    lost.trials.append(outcome(4.0, None, seed=1, status="diverged"))
-    assert side(lost) is None
-
-
 WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
 
 
@@ -181,6 +166,25 @@ def chosen(losses: dict[float, Sequence[float]], before: Rung = WIDE) -> LrChoic
     choice = lr_search.choose_rate([before, rung(losses)])
     assert choice is not None
     return choice
+
+
+@pytest.mark.parametrize(
+    ("before", "losses", "lost", "side"),
+    [
+        ({}, {1.0: [3.0], 2.0: [2.0], 4.0: [3.0]}, "", None),
+        ({}, {2.0: [2.0]}, "", "high"),
+        ({}, {1.0: [3.0], 2.0: [2.0]}, "", "high"),
+        ({}, {2.0: [2.0], 4.0: [3.0]}, "", "low"),
+        ({4.0: [3.0]}, {1.0: [3.0], 2.0: [2.0]}, "", None),  # in any rung
+        ({}, {1.0: [3.0], 2.0: [2.0]}, "failed", "high"),
+        ({}, {1.0: [3.0], 2.0: [2.0]}, "diverged", None),
+    ],
+)
+def test_a_side_is_open_without_a_rate_on_it(before, losses, lost, side) -> None:
+    """Whose run above the best rate, of 4, is `lost`."""
+    last = rung(losses)
+    last.trials.extend([outcome(4.0, None, status=lost)] if lost else [])
+    assert lr_search.choose_rate([rung(before), last]).edge_side == side
 
 
 def test_the_choice_is_the_lowest_mean_with_its_lead_and_its_open_side() -> None:
