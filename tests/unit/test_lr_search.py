@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -168,23 +169,19 @@ def chosen(losses: dict[float, Sequence[float]], before: Rung = WIDE) -> LrChoic
     return choice
 
 
-@pytest.mark.parametrize(
-    ("before", "losses", "lost", "side"),
-    [
-        ({}, {1.0: [3.0], 2.0: [2.0], 4.0: [3.0]}, "", None),
-        ({}, {2.0: [2.0]}, "", "high"),
-        ({}, {1.0: [3.0], 2.0: [2.0]}, "", "high"),
-        ({}, {2.0: [2.0], 4.0: [3.0]}, "", "low"),
-        ({4.0: [3.0]}, {1.0: [3.0], 2.0: [2.0]}, "", None),  # in any rung
-        ({}, {1.0: [3.0], 2.0: [2.0]}, "failed", "high"),
-        ({}, {1.0: [3.0], 2.0: [2.0]}, "diverged", None),
-    ],
-)
-def test_a_side_is_open_without_a_rate_on_it(before, losses, lost, side) -> None:
-    """Whose run above the best rate, of 4, is `lost`."""
-    last = rung(losses)
-    last.trials.extend([outcome(4.0, None, status=lost)] if lost else [])
-    assert lr_search.choose_rate([rung(before), last]).edge_side == side
+def test_a_side_is_open_without_a_rate_on_it() -> None:
+    def side(losses: Any, before: Any = None, lost: str = "") -> str | None:
+        last = rung(losses)
+        last.trials.extend([outcome(4.0, None, status=lost)] if lost else [])
+        return lr_search.choose_rate([rung(before or {}), last]).edge_side
+
+    below, above = {1.0: [3.0], 2.0: [2.0]}, {2.0: [2.0], 4.0: [3.0]}
+    assert side(below | above) is None
+    assert side({2.0: [2.0]}) == side(below) == "high"
+    assert side(above) == "low"
+    assert side(below, {4.0: [3.0]}) is None, "in any rung"
+    assert side(below, lost="failed") == "high"
+    assert side(below, lost="diverged") is None
 
 
 def test_the_choice_is_the_lowest_mean_with_its_lead_and_its_open_side() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,10 +38,11 @@ Surface = Callable[[Config], float | str]
 Run = Callable[..., "Searched"]
 
 
-@pytest.fixture(autouse=True)
-def data_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def data_is_there() -> Iterator[None]:
     """No process is started for it."""
-    monkeypatch.setattr("launcher.job.prepare_data", lambda config: Path(config.data.path))
+    with mock.patch("launcher.job.prepare_data", lambda config: Path(config.data.path)):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
-def make(shards: Path, *overrides: str) -> Config:
-    return load_config(None, [*TINY, f"data.path={shards}", f"schedule.steps={STEPS}", *overrides])
+def make(shards: Path, *overrides: str, budget: str = f"steps={STEPS}") -> Config:
+    items = [item for item in TINY if not item.startswith("schedule")]
+    return load_config(None, [*items, f"data.path={shards}", f"schedule.{budget}", *overrides])
 
 
 class MadeRunner(WritingRunner):
@@ -138,10 +140,8 @@ def run(shards: Path, tmp_path: Path) -> Run:
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """A search of the valley to its end, in a budget that is large enough."""
-    with mock.patch("launcher.job.prepare_data", lambda config: Path(config.data.path)):
-        return search(
-            make(shards), tmp_path_factory.mktemp("whole") / "out", settings=LrOptions(budget_s=1e6)
-        )
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return search(make(shards), out, settings=LrOptions(budget_s=1e6))
 
 
 def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Searched, shards: Path) -> None:
@@ -208,13 +208,8 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert run().ran == []
 
 
-def other_budget(shards: Path, budget: str) -> Config:
-    items = [item for item in TINY if not item.startswith("schedule")]
-    return load_config(None, [*items, f"data.path={shards}", budget])
-
-
 def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: Path) -> None:
-    config = other_budget(shards, "schedule.hours=0.01")
+    config = make(shards, budget="hours=0.01")
     assert lr.full_tokens(config) is None
     for count in (11, 0):  # trials of the first call, and of the second
         result = search(config, tmp_path)
@@ -224,7 +219,7 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
 
 @pytest.mark.parametrize("unit", ["dollars", "kwh"])
 def test_dollars_and_kwh_need_the_tokens_of_a_whole_run(shards: Path, unit: str) -> None:
-    config = other_budget(shards, f"schedule.{unit}=0.01")
+    config = make(shards, budget=f"{unit}=0.01")
     (issue,) = lr.length_issues(config, LrOptions())
     assert (issue.setting, issue.kind, issue.other) == ("--tokens", "missing", f"schedule.{unit}")
     assert lr.length_issues(config, LrOptions(tokens=10**6)) == []
@@ -232,7 +227,7 @@ def test_dollars_and_kwh_need_the_tokens_of_a_whole_run(shards: Path, unit: str)
 
 
 def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
-    tune = search(other_budget(shards, "schedule.epochs=20"), tmp_path).tune
+    tune = search(make(shards, budget="epochs=20"), tmp_path).tune
     samples, length = 20 * 96, 16  # of the training set
     assert tune.tokens == tune.rungs[1].tokens == samples * length
 
@@ -257,9 +252,7 @@ def test_a_dry_run_says_how_long_the_search_takes(
 ) -> None:
     cards = tuple(environment.Gpu(k, "NVIDIA H100 80GB HBM3", 79.0, None) for k in range(gpus))
     here = dataclasses.replace(environment.probe(), gpus=cards, affinity_cores=2, cpu_quota_cores=None)
-    text = lr.length_text(
-        job.Job("q", other_budget(shards, f"schedule.{budget}"), here), options, 1, speed_here
-    )
+    text = lr.length_text(job.Job("q", make(shards, budget=budget), here), options, 1, speed_here)
     assert told in text
     assert ("(" in text) == bool(gpus), "an interval"
 
@@ -328,15 +321,11 @@ def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> No
     assert peak_lr(lr.tuned_config(automatic, 0.003)).value == 0.003
 
 
-def of_gpus(*names: str) -> Slot:
-    return Slot(gpus=names)
-
-
 @pytest.mark.parametrize(
     ("visible", "ranks", "gpus", "cores", "most", "slots"),
     [
-        (None, 2, 5, 64, 9, [of_gpus("0", "1"), of_gpus("2", "3")]),
-        ("3,GPU-ab, 1", 1, 3, 64, 9, [of_gpus("3"), of_gpus("GPU-ab"), of_gpus("1")]),
+        (None, 2, 5, 64, 9, [Slot(gpus=("0", "1")), Slot(gpus=("2", "3"))]),
+        ("3,GPU-ab, 1", 1, 3, 64, 9, [Slot(gpus=(name,)) for name in ("3", "GPU-ab", "1")]),
         (None, 1, 0, 8, 3, [Slot((0, 1)), Slot((2, 3)), Slot((4, 5))]),  # more cores than trials
         (None, 2, 0, 4, 9, [Slot((0, 1, 2, 3)), Slot((4, 5, 6, 7))]),
         (None, 16, 0, 8, 9, [Slot(tuple(range(8)))]),
@@ -389,11 +378,11 @@ def test_what_cannot_be_searched(
     assert setting != "--tokens" or issue.value == 7 * STEP
 
 
-@pytest.mark.parametrize("budget", ["schedule.epochs=0.0001", "schedule.hours=1e-5"])
+@pytest.mark.parametrize("budget", ["epochs=0.0001", "hours=1e-5"])
 def test_too_short_runs_are_refused_when_the_data_and_the_speed_are_known(
     shards: Path, tmp_path: Path, budget: str
 ) -> None:
-    (issue,) = raised_issues(search, other_budget(shards, budget), tmp_path / "out")
+    (issue,) = raised_issues(search, make(shards, budget=budget), tmp_path / "out")
     assert (issue.setting, issue.kind) == ("schedule", "out_of_range")
     if "epochs" in budget:
         assert list((tmp_path / "out").iterdir()) == [], "with more epochs the same directory will do"
