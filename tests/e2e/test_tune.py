@@ -156,20 +156,8 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--budget", "soon"), "--budget: 'soon' is not a duration"),
-        *(
-            (("--budget", zero), f"--budget: '{zero}' must be above 0 (for example 5m)")
-            for zero in ("0", "-5m", "0s")
-        ),
-        (("--memory", "-1"), "--memory: -1"),
-        (("--set", "batch.micro_size=0"), "batch.micro_size: "),
-    ],
-)
-def test_bad_input_is_refused_before_anything_starts(
-    shards: Path, tmp_path: Path, more: tuple[str, str], said: str
-) -> None:
-    assert said in refused(*command(shards, tmp_path / "o"), *more)
+def test_bad_input_is_refused_before_anything_starts(shards: Path, tmp_path: Path) -> None:
+    for more, said in (("--budget 0s", "--budget: '0s'"), ("--memory -1", "--memory: -1")):
+        assert said in refused(*command(shards, tmp_path / "o"), *more.split())
+    assert "batch.micro_size: " in refused(*command(shards, tmp_path / "o"), "--set", "batch.micro_size=0")
     assert not (tmp_path / "o").exists()

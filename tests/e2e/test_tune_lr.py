@@ -114,12 +114,6 @@ def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.quick
-def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
-    dry = here(*command(shards, tmp_path / "out", "--dry-run"))
-    assert dry.returncode == 0, dry.stderr
-    assert "3 rates spaced 2x at 1/8" in dry.stdout
-    assert not (tmp_path / "out").exists()
-    bad = refused(*command(shards, tmp_path, "--tokens", "5"))
-    assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad
+def test_a_directory_of_something_else_is_refused(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     assert "is not empty and contains no search" in refused(*command(shards, tmp_path))

@@ -62,24 +62,16 @@ def test_without_noise_the_best_size_is_exact_where_a_parabola_is_not(law, sizes
     assert (abs(minima[BUDGETS[-1]][0] / law.best_parameters(BUDGETS[-1]) - 1) >= 0.05) == parabola_is_off
 
 
-def covered(seeds: int) -> list[int]:
-    """Count the seeds whose interval covers the true best size, at the largest budget and at ten times it."""
+@pytest.mark.parametrize(("seeds", "least"), [(4, 4), pytest.param(100, 90, marks=pytest.mark.slow)])
+def test_intervals_cover_the_best_size_in_nine_of_ten(seeds: int, least: int) -> None:
+    """At the largest budget and at ten times it."""
     counts = [0, 0]
     for seed in range(seeds):
         fit = loss_fit.fit(runs_of(LAW, seed, 0.01), draws=30)
         for i, budget in enumerate((BUDGETS[-1], 10 * BUDGETS[-1])):
             _, (low, high) = fit.estimate(lambda law, c=budget: math.log(law.best_parameters(c)))
             counts[i] += low <= math.log(LAW.best_parameters(budget)) <= high
-    return counts
-
-
-def test_intervals_cover_the_best_size() -> None:
-    assert min(covered(4)) == 4
-
-
-@pytest.mark.slow
-def test_intervals_cover_the_best_size_in_nine_of_ten() -> None:
-    assert min(covered(100)) >= 90
+    assert min(counts) >= least
 
 
 def test_parabolas_of_the_published_masked_lms() -> None:

@@ -113,6 +113,7 @@ def test_every_option_stands_in_the_plan(
     done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu", *more), *place)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
+    assert not (tmp_path / "out").exists()
     told = plan.get("settings", plan)
     assert {name: told[name] for name in settings} == settings
 
