@@ -152,12 +152,11 @@ def evaluate(
     eval mlm`. Without `texts`: score a run on GLUE and write to `out`, with the options of `bert-dp eval
     glue`, such as `data`. Raises ConfigError and RuntimeError."""
     first, *_ = named = _several(run)
-    place = _absolute(first) if texts else _directory(out, "eval", Path(first).name)
+    verb, place = "eval mlm", _absolute(first)
     if not texts:
+        verb, place = "eval glue", _directory(out, "eval", Path(first).name)
         options["out"] = place
-    words = _words(
-        "eval mlm" if texts else "eval glue", [*named, *_several(texts)], settings, **options, json=True
-    )
+    words = _words(verb, [*named, *_several(texts)], settings, **options, json=True)
     return Result(place, json.loads(_answer(words, quiet)))
 
 

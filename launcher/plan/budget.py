@@ -26,7 +26,6 @@ from launcher.plan.step_model import hardware, interpolate
 from launcher.report import html
 from launcher.report.formats import format_count, format_si
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
-from launcher.tune import with_settings
 
 Unit = Literal["hours", "dollars", "kwh"]
 Origin = Literal["published", "stated"]  # of a cost
@@ -289,7 +288,8 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
     """Return the configuration of the chosen size; add learning rate and micro batch to the figures."""
-    config = with_settings(base, model=plan.models[0].model_dump(include=SHAPE))
+    shape = plan.models[0].model_dump(include=SHAPE)
+    config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
     lr, micro = float(f"{rate:.3g}"), base.batch.micro_size
     size = PlannedFigure(value=micro, origin="stated", note="as configured")
@@ -312,8 +312,9 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
         "optim": {"lr": lr},
         "batch": {"micro_size": micro},
     }
+    sections = {name: getattr(config, name).model_copy(update=of) for name, of in changes.items()}
     prediction = {name: figures[name] for name in get_args(PredictedName)}
-    return with_settings(config, **changes).model_copy(update={"prediction": prediction})
+    return config.model_copy(update={**sections, "prediction": prediction})
 
 
 # --- the plan
@@ -407,7 +408,7 @@ def family(base: Config, aspect: float = DEEP) -> list[Config]:
             "num_heads": width // (32 if width < 512 else 64),
             "intermediate_size": max(64, round(width * ratio / 64) * 64),
         }
-        family.append(with_settings(base, model=shape))
+        family.append(base.model_copy(update={"model": base.model.model_copy(update=shape)}))
     return family
 
 

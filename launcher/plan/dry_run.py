@@ -18,7 +18,6 @@ from launcher.plan.scaling import unknown_issues
 from launcher.plan.step_model import hardware
 from launcher.report.formats import format_duration, format_si, format_step_time
 from launcher.run.train import expected_steps
-from launcher.tune import with_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +40,8 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
     count = int(nproc) if nproc.isdecimal() and len(nproc) < 6 else 1
     gpus = tuple(Gpu(i, device, size, None, free_gib=size) for i in range(count))
     machine = dataclasses.replace(job.machine, gpus=gpus)
-    config = with_settings(config, run={"device": "cuda"}).model_copy(update={"precision": precision})
+    run = config.run.model_copy(update={"device": "cuda"})
+    config = config.model_copy(update={"run": run, "precision": precision})
     return Job(job.name, config, machine)
 
 

@@ -21,7 +21,6 @@ from launcher import results
 from launcher.plan.scaling import ENGINES, estimated_profile
 from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
-from launcher.tune import with_settings
 
 FRAMEWORK = "compiled"  # class for torch.compile; the others occur in published rows
 PASSES, ATTENTION_PASSES = 60, 24  # values read and written per token and layer: x H, and x heads x S
@@ -88,7 +87,7 @@ def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: 
     whole = math.gcd(batch.global_size, quantum or batch.global_size)
     best = None
     for micro in divisors(max(1, whole * config.parallel.tensor // world_size)):
-        tried = with_settings(config, batch={"micro_size": micro})
+        tried = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
         if sum(memory_estimate_gib(tried, precision, world_size).values()) > MEMORY_SHARE * memory_gib(gpu):
             break
         best = micro

@@ -364,24 +364,22 @@ class BatchSearch:
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
         step_s = self.spec.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
-        if reason := self._no_noise(micro, steps):
+        config, reason = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True}), ""
+        try:
+            batch_layout(config, self.spec.ranks)
+        except ConfigError as error:
+            reason = str(error.issues[0])
+        if steps < MIN_NOISE_STEPS:
+            reason = (
+                f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps needed; raise --budget"
+            )
+        if reason:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
         self._log(f"noise scale: {steps} steps of the declared batch")
         seconds, self.noise = self.noise_scale(micro, steps)
         self.used_s += seconds
-
-    def _no_noise(self, micro: int, steps: int) -> str | None:
-        """Return the reason why the noise scale cannot be measured; None if it can."""
-        if steps < MIN_NOISE_STEPS:
-            return f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps needed; raise --budget"
-        config = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True})
-        try:
-            batch_layout(config, self.spec.ranks)
-        except ConfigError as error:
-            return str(error.issues[0])
-        return None
 
     # --- trials: runs of the user's configuration at another batch
 
