@@ -370,9 +370,8 @@ class BatchSearch:
         except ConfigError as error:
             reason = str(error.issues[0])
         if steps < MIN_NOISE_STEPS:
-            reason = (
-                f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps needed; raise --budget"
-            )
+            needed = f"{steps} of the {MIN_NOISE_STEPS} steps needed"
+            reason = f"the budget leaves time for {needed}; raise --budget"
         if reason:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
