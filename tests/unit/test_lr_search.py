@@ -119,14 +119,6 @@ def test_a_rate_that_ends_above_the_unigram_entropy_has_diverged_if_a_lower_one_
     assert lr_search.mark_diverged(alone, 4.0) == alone
 
 
-def test_means_and_ranks() -> None:
-    made = rung({1.0: [3.0, 5.0], 2.0: [3.5], 4.0: [3.5]})
-    made.trials.append(outcome(8, None, status="failed"))
-    assert (made.mean(1.0), made.scores(1.0)) == (4.0, [3.0, 5.0])
-    assert made.mean(8) == math.inf
-    assert made.ranked() == [2.0, 4.0, 1.0]
-
-
 SHORT = rung({lr: [3.0 + 0.1 * abs(math.log2(lr))] for lr in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)})
 
 

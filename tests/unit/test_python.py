@@ -53,20 +53,15 @@ def test_runs_of_a_directory_are_rows_with_their_settings(tmp_path: Path) -> Non
         rows = bert_dp.runs(tmp_path)
         table = here("runs", str(tmp_path)).stdout.splitlines()
     rows = {row["run"]: row for row in rows}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "done": "done",
-        "killed": "killed",
-        "going": "running",
-    }
+    states = {"done": "done", "killed": "killed", "going": "running"}
+    assert {name: row["status"] for name, row in rows.items()} == states
     row = rows["done"]
     assert Path(row["directory"]) == done
     assert (row["heldout_loss"], row["tokens"], row["step"]) == (6.25, 819200, 100)
     assert row["optim.lr"] == read_yaml(done / "config.yaml")["optim"]["lr"]
     assert 0 <= row["age_s"] < 60
     assert all(not isinstance(value, dict) for value in row.values())
-    assert {tuple(line.split()[:2]) for line in table[1:]} == {
-        (name, row["status"]) for name, row in rows.items()
-    }
+    assert dict(line.split()[:2] for line in table[1:]) == states
     (line,) = issues_of(bert_dp.runs, tmp_path / "nowhere")
     assert line.startswith("DIR: ")
 

@@ -124,10 +124,6 @@ def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> N
     learned = tiny.model_copy(update={"position": "learned"})
     with pytest.raises(RuntimeError, match="position_embeddings"):
         build_model(learned, 64, seed=1).load_state_dict(build_model(learned, 16, seed=0).state_dict())
-    for same in (
-        "data.sources",
-        "data.tokenizer",
-        "data.build",
-        "run.seed",
-    ):  # the same documents are held out
+    # the same documents are held out
+    for same in ("data.sources", "data.tokenizer", "data.build", "run.seed"):
         assert attrgetter(same)(one) == attrgetter(same)(two), same

@@ -95,15 +95,3 @@ def test_the_half_width_of_a_mean_has_the_degrees_of_its_values() -> None:
     assert stats.half_width(values) == pytest.approx(2.228139 * sd / math.sqrt(11), rel=1e-6)
     assert pytest.approx(2.093024, rel=1e-6) == noise.T_95
     assert pytest.approx(3.579400, rel=1e-6) == noise.T_999
-
-
-@pytest.mark.parametrize("repeats", [3, 5, 8])
-def test_the_interval_covers_the_truth_about_as_often_as_it_says(repeats: int) -> None:
-    """Runs differ by 2 %, their steps by 5 %."""
-    covered, tries = 0, 100
-    for seed in range(tries):
-        draw = np.random.default_rng(seed)
-        steps = [list(draw.normal(draw.normal(1.0, 0.02), 0.05, 50)) for _ in range(repeats)]
-        low, high = stats.interval(stats.resampled_means(steps, seed)) or (1, 0)
-        covered += low <= 1.0 <= high
-    assert covered >= 93

@@ -31,6 +31,9 @@ def change(data: dict[str, Any], key: str, **entries: Any) -> dict[str, Any]:
     return {**data, key: {**data[key], **entries}}
 
 
+SMALLER = {"micro_batch": 4, "fastest_micro_batch": 8, "share_of_best": 0.98}
+
+
 def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
     for data in (batch(), lr()):
         files.write_json(tmp_path / "tune.json", data)
@@ -44,11 +47,7 @@ def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
     ("data", "level", "values"),
     [
         (batch(), "ok", ["8", "203", "fastest"]),
-        (
-            change(batch(), "choice", micro_batch=4, fastest_micro_batch=8, share_of_best=0.98),
-            "ok",
-            ["98.0 %"],
-        ),
+        (change(batch(), "choice", **SMALLER), "ok", ["98.0 %"]),
         (change(batch(), "choice", limited_by="budget"), "ok", ["--budget"]),
         (change(batch(), "choice", not_settled=[4, 2]), "warn", ["4, 2"]),
         (batch(status="partial"), "warn", ["Partial"]),
