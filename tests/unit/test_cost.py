@@ -99,6 +99,7 @@ def test_every_entry_is_reached_by_its_own_name() -> None:
 # --- memory by hand
 
 V, H, WIDTH, L, S, MICRO = 40, 16, 20, 3, 24, 4
+SCENE = {"data": {"sequence_length": S}, "batch": {"micro_size": MICRO, "global_size": 4 * MICRO}}
 LINEAR = L * (4 * H * H + 3 * H * WIDTH)
 
 
@@ -106,13 +107,7 @@ def memory(
     parallel: dict[str, object] | None = None, world: int = 1, precision: str = "fp32", **more: object
 ) -> dict[str, int]:
     """Bytes by part."""
-    settings = {
-        "model": TINY,
-        "data": {"sequence_length": S},
-        "batch": {"micro_size": MICRO, "global_size": 4 * MICRO},
-        "parallel": parallel or {},
-        **more,
-    }
+    settings = {"model": TINY, **SCENE, "parallel": parallel or {}, **more}
     parts = memory_estimate_gib(make_config(**settings), precision, world)
     return {name: round(size * GIB) for name, size in parts.items()}
 
@@ -177,13 +172,12 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_a_cpu_rank_holds_the_program_and_a_copy_of_the_state_too(norm: str, precision: str) -> None:
     model = {**TINY, "norm": norm}
-    settings = {"data": {"sequence_length": S}, "batch": {"micro_size": MICRO, "global_size": 4 * MICRO}}
 
     def parts(*, on_gpu: bool = False, **more: object) -> dict[str, float]:
-        return cost.rank_memory_gib(make_config(model=model, **settings, **more), precision, 2, on_gpu=on_gpu)
+        return cost.rank_memory_gib(make_config(model=model, **SCENE, **more), precision, 2, on_gpu=on_gpu)
 
     tensors, found = parts(on_gpu=True), parts()
-    assert tensors == memory_estimate_gib(make_config(model=model, **settings), precision, 2)
+    assert tensors == memory_estimate_gib(make_config(model=model, **SCENE), precision, 2)
     kept = MICRO * S * L * ((norm == "rmsnorm") * 2 * H * 4 + (precision == "bf16") * 2 * S * 2)
     assert (found["activations"] - tensors["activations"]) * GIB == pytest.approx(kept)
     assert found["heap"] == (found["activations"] + found["logits"]) / 2

@@ -121,18 +121,21 @@ class MadeRunner(Runner):
     """
 
     noise_batch: tuple[int, int] | None = None
+    speedup = 0  # power of the micro batch in the speed of a step
+    lost = (1000, "", "")  # least micro batch that is lost, the kind of failure, the status
 
     def run_one(self, trial: Trial) -> TrialOutcome:
         batch, steps = trial.config.batch, trial.config.schedule.steps or 0
-        step_s = self.step_s(trial)
-        shares = dict.fromkeys(PARTS, 1.0) | {"data_wait_s": 0.0, "forward_backward_s": 0.8}
+        least, kind, status = self.lost
         (trial.directory / "steps").mkdir(parents=True, exist_ok=True)
+        if batch.micro_size >= least:
+            files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", kind))
+            return TrialOutcome(status, 1.0)
+        step_s = (0.01 + 0.01 * batch.global_size / trial.ranks) / batch.micro_size**self.speedup
+        shares = dict.fromkeys(PARTS, 1.0) | {"data_wait_s": 0.0, "forward_backward_s": 0.8}
         for rank in range(trial.ranks):
-            line = {
-                "step": steps,
-                **{name: [share * step_s] * steps for name, share in shares.items()},
-                "peak_memory_gib": made_gib(batch.micro_size, rank),
-            }
+            times = {name: [share * step_s] * steps for name, share in shares.items()}
+            line = {"step": steps, **times, "peak_memory_gib": made_gib(batch.micro_size, rank)}
             (trial.directory / "steps" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
         if trial.name == "noise":
             assert trial.config.log.noise_scale
@@ -141,32 +144,21 @@ class MadeRunner(Runner):
             files.write_json(trial.directory / "summary.json", {"status": "done", "noise_scale": estimate})
         return TrialOutcome("ok", 1.0)
 
-    def step_s(self, trial: Trial) -> float:
-        return 0.01 + 0.01 * trial.config.batch.global_size / trial.ranks
-
 
 class PreferringRunner(MadeRunner):
     """The largest micro batch is by far the fastest."""
 
-    def step_s(self, trial: Trial) -> float:
-        return super().step_s(trial) / trial.config.batch.micro_size
+    speedup = 1
 
 
 class LosingRunner(MadeRunner):
     """Micro batches of 10 sequences and more are out of memory."""
 
-    least, kind, status = 10, "device_memory", "oom"
-
-    def run_one(self, trial: Trial) -> TrialOutcome:
-        ended = super().run_one(trial)
-        if trial.config.batch.micro_size < self.least:
-            return ended
-        files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", self.kind))
-        return TrialOutcome(self.status, 1.0)
+    lost = (10, "device_memory", "oom")
 
 
-class FailingRunner(LosingRunner):
-    least, kind, status = 0, "error", "failed"
+class FailingRunner(MadeRunner):
+    lost = (0, "error", "failed")
 
 
 def runner(kind: type[Runner], out: Path) -> Any:
