@@ -138,9 +138,7 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
         ({"engine": "fsdp", "tensor": 2}, 4, (2 * HALF + GATHERED // 2, 4 * HALF, 4 * HALF)),
     ],
 )
-def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(
-    parallel: dict[str, object], world: int, expected: tuple[int, int, int]
-) -> None:
+def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(parallel, world, expected) -> None:
     assert state(memory(parallel, world)) == expected
 
 

@@ -42,9 +42,7 @@ FALL = [10.0] * 5 + [0.0] * 7
         ([1.0, math.nan, 1.0], 1.5),
     ],
 )
-def test_the_edge_is_where_the_smoothed_loss_rises_or_is_not_finite(
-    losses: list[float | None], edge: float | None
-) -> None:
+def test_the_edge_is_where_the_smoothed_loss_rises_or_is_not_finite(losses, edge) -> None:
     assert lr_search.find_edge(steps(losses))[0] == edge
 
 
@@ -100,9 +98,7 @@ DIVERGED = [outcome(lr, None, status="diverged") for lr in (2, 1, 4)]
         ([outcome(1, None, status="failed")], 100.0, []),
     ],
 )
-def test_a_rate_is_added_at_the_end_that_is_best_or_below_what_diverged(
-    outcomes: list[LrTrial], edge: float | None, rates: list[float]
-) -> None:
+def test_a_rate_is_added_at_the_end_that_is_best_or_below_what_diverged(outcomes, edge, rates) -> None:
     rung = Rung(tokens=1, seeds=[0], trials=outcomes)
     assert lr_search.next_short_rates(rung, [4.0, 2.0, 1.0], edge) == rates
 

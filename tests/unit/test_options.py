@@ -89,9 +89,7 @@ def test_the_line_names_the_option() -> None:
         ("tune batch --nproc 1 --budget 90s --memory 3", {"nproc": 1, "budget_s": 90.0, "memory_gib": 3.0}),
     ],
 )
-def test_every_option_stands_in_the_plan(
-    shards: Path, tmp_path: Path, command: str, settings: dict[str, Any]
-) -> None:
+def test_every_option_stands_in_the_plan(shards: Path, tmp_path: Path, command, settings) -> None:
     place = ("--launcher", "accelerate", "--out", str(tmp_path / "out"), "--dry-run", "--json")
     more = ["batch.micro_size=auto"] if "tune batch" in command else []
     done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu", *more), *place)
@@ -110,9 +108,7 @@ PLACE = "--nproc 2 --launcher accelerate --run-dir place --resume never"
     ("command", "elastic"),
     [("train quickstart --elastic --profile 2:4", True), ("finetune RUN --task RTE --data .", False)],
 )
-def test_a_run_is_started_as_its_options_say(
-    monkeypatch: pytest.MonkeyPatch, command: str, elastic: bool
-) -> None:
+def test_a_run_is_started_as_its_options_say(monkeypatch: pytest.MonkeyPatch, command, elastic) -> None:
     asked = asked_of(monkeypatch, train, "train")
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
     assert here(*f"{command} {PLACE} --max-restarts 5 --dry-run --force".split()).returncode == 3

@@ -88,9 +88,7 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
         (measured(profile=profile(backward_s=1.1)), "exceeds micro_s"),
     ],
 )
-def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
-    tmp_path: Path, data: Any, words: str
-) -> None:
+def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(tmp_path: Path, data, words) -> None:
     path = tmp_path / "it.json"
     if data is not None:
         path.write_text(data if isinstance(data, str) else json.dumps(data))

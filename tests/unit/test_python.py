@@ -79,11 +79,8 @@ def test_what_a_run_is(tmp_path: Path) -> None:
     assert run.checkpoint is None  # what cannot be read is none
     assert run.report == path / "report.html"
     assert len(repr(run)) < 400 + len(str(path))
-
-
-def test_a_run_that_was_killed_and_no_run(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run")
-    (path / "summary.json").unlink()
+    for name in ("summary.json", "report.html"):
+        (path / name).unlink()
     run = bert_dp.read_run(path)
     assert (run.summary, run.report, len(run.metrics)) == (None, None, 10)
     (line,) = issues_of(bert_dp.read_run, tmp_path)

@@ -28,9 +28,7 @@ def widening(repeats: int, quantile: float) -> float:
         ((1.0, 1.0, 1.02, 1.1, 1.1), 2.776445105, None),
     ],
 )
-def test_draws_of_repeats_that_do_not_vary_within(
-    levels: tuple[float, ...], quantile: float, shares: list[float] | None
-) -> None:
+def test_draws_of_repeats_that_do_not_vary_within(levels, quantile, shares) -> None:
     """A draw is the median of as many repeats with replacement, widened in logarithms about the median; the
     interval reaches from the shortest to the longest repeat."""
     drawn = stats.resampled_means([[level] * 12 for level in levels])

@@ -190,9 +190,7 @@ def test_gradients_go_once_a_step(accumulation: int, options: dict[str, Any], se
         (3, 0.5, (14.0 + 9.5) / 2),
     ],
 )
-def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(
-    accumulation: int, gain: float, seconds: float
-) -> None:
+def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(accumulation, gain, seconds) -> None:
     scenario = ask(4, engine="fsdp", accumulation=accumulation, gain=gain)
     assert exposed_s(PROFILE, scenario) == pytest.approx(seconds)
 

@@ -58,9 +58,7 @@ def make(shards: Path, *overrides: str, budget: str = f"steps={STEPS}") -> Confi
 class MadeRunner(WritingRunner):
     """Each trial ends as `surface` says."""
 
-    def __init__(self, out: Path, surface: Surface, limit: float):
-        super().__init__(out, limit)
-        self.surface = surface
+    surface: Surface
 
     def write(self, trial: Trial) -> None:
         directory, config = trial.directory, trial.config
@@ -75,13 +73,9 @@ class MadeRunner(WritingRunner):
                 line = {"step": k + 1, "lr": rate, "loss": loss, "skipped_steps": 0}
                 files.append_line(directory / "metrics.jsonl", line)
         loss = self.surface(config)
-        facts: dict[str, Any] = {
-            "status": "done",
-            "heldout_loss": loss,
-            "tokens": tokens,
-            "tokens_per_s": TOKENS_PER_S,
-            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / TOKENS_PER_S, "eval": 0.5},
-        }
+        time_s = {"setup": 1.0, "compile": 1.0, "train": tokens / TOKENS_PER_S, "eval": 0.5}
+        facts: dict[str, Any] = {"status": "done", "heldout_loss": loss, "tokens": tokens}
+        facts |= {"tokens_per_s": TOKENS_PER_S, "time_s": time_s}
         if isinstance(loss, str):
             kind = "host_memory" if loss == "oom" else "not_finite" if "not finite" in loss else "error"
             facts |= {"heldout_loss": None, **failed(loss, kind)}
@@ -116,7 +110,8 @@ def search(
     limit: float = math.inf,
 ) -> Searched:
     out.mkdir(exist_ok=True)
-    made = MadeRunner(out, surface, limit)
+    made = MadeRunner(out, limit)
+    made.surface = surface
     output = search_output(out, config, results.plain(settings))
     slots = [Slot(cores=(k,)) for k in range(2)]
     with (
@@ -247,9 +242,7 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
         ("tokens=1e9", LrOptions(), 1, "as long as 7.6 runs of 1 G tokens, "),
     ],
 )
-def test_a_dry_run_says_how_long_the_search_takes(
-    shards: Path, budget: str, options: LrOptions, gpus: int, told: str
-) -> None:
+def test_a_dry_run_says_how_long_the_search_takes(shards: Path, budget, options, gpus, told) -> None:
     cards = tuple(environment.Gpu(k, "NVIDIA H100 80GB HBM3", 79.0, None) for k in range(gpus))
     here = dataclasses.replace(environment.probe(), gpus=cards, affinity_cores=2, cpu_quota_cores=None)
     text = lr.length_text(job.Job("q", make(shards, budget=budget), here), options, 1, speed_here)
@@ -370,9 +363,7 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
         (LrOptions(), ("optim.name=muon", "parallel.engine=fsdp"), "optim.name", "conflict"),
     ],
 )
-def test_what_cannot_be_searched(
-    shards: Path, tmp_path: Path, options: LrOptions, overrides: tuple[str, ...], setting: str, kind: str
-) -> None:
+def test_what_cannot_be_searched(shards: Path, tmp_path: Path, options, overrides, setting, kind) -> None:
     (issue,) = raised_issues(verb, shards, tmp_path, options, *overrides, dry_run=True)
     assert (issue.setting, issue.kind) == (setting, kind)
     assert setting != "--tokens" or issue.value == 7 * STEP
