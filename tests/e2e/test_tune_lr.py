@@ -1,6 +1,5 @@
 """`bert-dp tune lr` on real trials: stopped, killed and gone on with; what it writes trains."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cli import bert_dp, here, interrupted, refused, tiny
+from tests.e2e.cli import bert_dp, interrupted, refused, tiny
 from tests.helpers import logged, read_json, read_lines
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step
@@ -84,17 +83,6 @@ def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: P
     rising = [rate for rate, _ in tune["range_test"]["points"]]
     assert rising[0] == pytest.approx(1e-4)
     assert rising == sorted(rising)
-
-
-def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, tune: dict[str, Any]) -> None:
-    before = whole(out)
-    again = here(*command(shards, out, "--json"))
-    assert again.returncode == 0, again.stderr
-    printed = json.loads(again.stdout)
-    assert (printed["choice"], printed["rungs"]) == (tune["choice"], tune["rungs"])
-    assert whole(out) == before
-    other = refused(*command(shards, out, "--seeds", "2"))
-    assert "contains another search (settings.seeds: " in other
 
 
 def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:

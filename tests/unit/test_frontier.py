@@ -11,7 +11,7 @@ from launcher.plan import loss_fit
 from launcher.plan.frontier import CompletedRun, LossLaw
 from tests.helpers import raised_issues
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+PROTEIN_LMS = Path(__file__).parents[3] / "shared" / "data" / "isoflop_protein_mlm.csv"
 LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
 BUDGETS = (1e15, 3e15, 1e16, 3e16)
 
@@ -29,14 +29,6 @@ def runs_of(
             loss = law.loss(parameters, tokens) * math.exp(noise * random.standard_normal())
             runs.append(CompletedRun(budget, parameters, loss, tokens))
     return runs
-
-
-def published(name: str) -> list[dict[str, str]]:
-    path = DATA / name
-    if not path.is_file():
-        pytest.skip(f"the published runs are not here: {name}")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 ASYMMETRIC = LossLaw(1.2, 60.0, 3000.0, 0.25, 0.45)
@@ -75,7 +67,10 @@ def test_intervals_cover_the_best_size_in_nine_of_ten(seeds: int, least: int) ->
 
 
 def test_parabolas_of_the_published_masked_lms() -> None:
-    rows = published("isoflop_protein_mlm.csv")
+    if not PROTEIN_LMS.is_file():
+        pytest.skip(f"the published runs are not here: {PROTEIN_LMS.name}")
+    with PROTEIN_LMS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
     runs = [[float(row[name]) for name in ("budget_flops", "parameters", "loss")] for row in rows]
     minima = loss_fit.parabola_minima([CompletedRun(c, n, x, c / 6 / n) for c, n, x in runs])
     best = {budget: parameters for budget, (parameters, _) in minima.items()}

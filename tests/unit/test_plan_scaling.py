@@ -109,6 +109,9 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
     assert plan(found, 1).rows[0].tokens_per_s == pytest.approx(580 * 128)
 
 
+RATE = ("--model", "--seq-per-s", "--micro", "--gpu")
+
+
 @pytest.mark.parametrize(
     ("path", "options", "refused"),
     [
@@ -119,11 +122,7 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
         (None, ("bert-large", 1e9, 1, "T4-16G"), {"--seq-per-s": "out_of_range"}),
         (None, ("bert-base", 1e9, 1, None), {"--seq-per-s": "out_of_range"}),
         (None, ("bert-base", math.nan, 1, "T4-16G"), {"--seq-per-s": "out_of_range"}),
-        (
-            Path("it.json"),
-            ("bert-base", 1.0, 8, "T4-16G"),
-            dict.fromkeys(("--model", "--seq-per-s", "--micro", "--gpu"), "conflict"),
-        ),
+        (Path("it.json"), ("bert-base", 1.0, 8, "T4-16G"), dict.fromkeys(RATE, "conflict")),
     ],
 )
 def test_an_impossible_rate_is_refused(path: Path | None, options: Any, refused: dict[str, str]) -> None:
