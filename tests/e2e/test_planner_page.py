@@ -16,7 +16,6 @@ from tests.browser import Browser
 from tests.unit.test_budget import BASE, own_fit
 
 pytestmark = pytest.mark.slow
-UNITS = ("hours", "dollars", "kwh")
 
 
 def written(path: Path, with_law: bool) -> dict:
@@ -28,7 +27,7 @@ def written(path: Path, with_law: bool) -> dict:
 
 def asked(draw: random.Random, devices: list[str]) -> dict:
     return {
-        "unit": draw.choice(UNITS),
+        "unit": draw.choice(("hours", "dollars", "kwh")),
         "amount": 10 ** draw.uniform(-1, 5),
         "gpu": draw.choice(devices),
         "count": draw.choice(planner_page.COUNTS),
