@@ -152,12 +152,11 @@ def evaluate(
     eval mlm`. Without `texts`: score a run on GLUE and write to `out`, with the options of `bert-dp eval
     glue`, such as `data`. Raises ConfigError and RuntimeError."""
     first, *_ = named = _several(run)
-    place = _absolute(first) if texts else _directory(out, "eval", Path(first).name)
+    verb, place = "eval mlm", _absolute(first)
     if not texts:
+        verb, place = "eval glue", _directory(out, "eval", Path(first).name)
         options["out"] = place
-    words = _words(
-        "eval mlm" if texts else "eval glue", [*named, *_several(texts)], settings, **options, json=True
-    )
+    words = _words(verb, [*named, *_several(texts)], settings, **options, json=True)
     return Result(place, json.loads(_answer(words, quiet)))
 
 
@@ -268,8 +267,7 @@ def _several(paths: Paths) -> list[str]:
 
 
 def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
-    """Return the command line of a verb. In `options`, None and False omit an option, True passes it without
-    a value, and a list repeats it."""
+    """Return the command line of a verb. An option is omitted for None or False, a flag for True."""
     words = verb.split()
     for name, value in {**options, "set": [*overrides(settings or {})]}.items():
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -293,8 +291,7 @@ def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None)
 
 
 def _answer(words: list[str], quiet: bool) -> str:
-    """Run a non-training verb, and return its standard output. Raises ConfigError, RuntimeError and
-    KeyboardInterrupt."""
+    """Run another verb; return its output. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
     ended = _follow(words, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
@@ -332,19 +329,14 @@ def _printed_failure(ended: _Ended) -> Failure:
 
 
 class _Ended(NamedTuple):
-    code: int
-    """-N = killed by signal N."""
+    code: int  # -N: killed by signal N
     lines: list[str]
     interrupted: bool = False
     output: str = ""
 
 
 def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Ended:
-    """Run a verb and print its lines, or those on stderr if its standard output is the answer. Raises
-    ConfigError for exit code 2.
-
-    It has a separate session: terminal and notebook interrupts reach only this process, which forwards them.
-    """
+    """Run a verb; print its lines, except an answer on its standard output. Raises ConfigError for code 2."""
     printed: list[str] = []
     interrupted = False
     answers = arguments[0] not in ("train", "finetune")
@@ -359,7 +351,7 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
                 text=True,
                 errors="replace",
                 env={**os.environ, **NO_TERMINAL, **child_environment(), ISSUES_FILE: str(issues)},
-                start_new_session=True,
+                start_new_session=True,  # an interrupt reaches only this process, which forwards it
             )
         stream: IO[str] | None = process.stderr if answers else process.stdout
         assert stream is not None

@@ -175,25 +175,23 @@ def _widths(precision: str) -> tuple[int, int]:
 
 
 def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
-    """Estimate the bytes that autograd saves for one micro batch. Per token and block: two residual inputs of
-    norms, as wide as parameters (2 bytes with model.residual_dtype: bf16), and in the compute width normed
-    inputs, QKV, rotated Q and K, attention output and MLP intermediates, of which tensor parallelism shards
-    all except the normed inputs. Head: logits in the compute width, and log-probabilities and their gradient
-    in fp32. With activation checkpointing: one block, and the inputs of all blocks."""
+    """Estimate the bytes that autograd saves for one micro batch."""
     model, tensor = config.model, config.parallel.tensor
     h, i = model.hidden_size, model.intermediate_size
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
-    attention_saved = (6 if model.position == "rope" else 4) * h
+    attention_saved = (6 if model.position == "rope" else 4) * h  # QKV, rotated Q and K, output
     residual = 2 if model.residual_dtype == "bf16" else wide
+    # per token: two residual inputs of norms, and the normed inputs, which tensor parallelism does not shard
     a_block = 2 * residual * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
     if model.attention_dropout:  # materialized: scores, probabilities before and after dropout, and the mask
         length = config.data.sequence_length
         a_block += model.num_heads * length * (3 * narrow + 1) / tensor
     saved = model.num_layers * a_block
-    if config.parallel.activation_checkpointing:
+    if config.parallel.activation_checkpointing:  # one block, and the inputs of all blocks
         saved = a_block + model.num_layers * residual * h
     predicted = config.batch.micro_size * config.num_masked
+    # in the compute width; their log-probabilities and the gradient of these in fp32
     logits = predicted * model.vocab_size / tensor * (narrow + 2 * max(4, wide))
     return {"activations": tokens * saved, "logits": logits}
 

@@ -4,13 +4,16 @@ from typing import Any
 
 from bert_dp.files.models import NoiseScale
 from launcher import results
-from launcher.tune import lr_search, throughput
+from launcher.run.trials import SearchOutcome
+from launcher.tune import lr_search
+from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung, TuneLr
-from launcher.tune.throughput import BatchChoice, BatchTrial, MemoryLine, SizeResult, TuneBatch
+from launcher.tune.throughput import BatchTrial, MemoryLine
 from tests.helpers import make_config
 from tests.scaling_fixture import ENVIRONMENT
 
 DECLARED = 16  # sequences
+SIZES = (2, 4, 8)
 STEP_S = {2: (0.12, 0.13), 4: (0.1, 0.11), 8: (0.08, 0.078)}  # of the runs of each size
 COMMON: dict[str, Any] = {
     "date": "2026-11-24",
@@ -41,46 +44,19 @@ def timed_trial(micro: int, number: int, step_s: float, **changes: Any) -> Batch
 def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
     """A choice between three sizes, a noise scale or why it is `inconclusive`. `changes` replace whole
     entries."""
-    trials = [timed_trial(m, k, s) for m, each in STEP_S.items() for k, s in enumerate(each)]
-    rates = {m: [throughput.run_rate(t, DECLARED) for t in trials if t.micro_batch == m] for m in STEP_S}
-    means = {m: throughput.mean_rate(rates, m) for m in rates}
-    sizes = [
-        SizeResult(
-            micro_batch=m,
-            status="ok",
-            samples_per_s=means[m],
-            samples_per_s_ci95=throughput.rate_interval(rates, m),
-            peak_gib=0.2 + 0.0125 * m,
-            runs=2,
-        )
-        for m in STEP_S
-    ]
-    noise = NoiseScale(verdict="ok", steps=170, noise_scale=310.0, interval=[255.0, 391.0])
+    config = make_config(batch={"global_size": DECLARED, "micro_size": 8})
+    spec = BatchSearchSpec(config, BatchOptions("2", 60.0, 0.5, "torchrun"), 2, SIZES, 0.5, False, "fp32")
+    no_runs: Any = None
+    search = BatchSearch(spec, no_runs, print)
+    search.sizes, search.used_s = list(SIZES), 41.5
+    search.memory_trials = [timed_trial(m, 0, 0.1) for m in (2, 4)]
+    search.trials = [timed_trial(m, k, s) for m, each in STEP_S.items() for k, s in enumerate(each)]
+    search.line = MemoryLine(intercept_gib=0.2, gib_per_sequence=0.0125)
+    search.noise = NoiseScale(verdict="ok", steps=170, noise_scale=310.0, interval=[255.0, 391.0])
     if inconclusive:
-        noise = NoiseScale(verdict="inconclusive", reason=inconclusive)
-    tune = TuneBatch(
-        **COMMON,
-        command=["bert-dp", "tune", "batch"],
-        seconds=41.5,
-        ranks=2,
-        global_batch=DECLARED,
-        memory_limit_gib=0.5,
-        memory_line=MemoryLine(intercept_gib=0.2, gib_per_sequence=0.0125),
-        memory_trials=[timed_trial(m, 0, 0.1) for m in (2, 4)],
-        sizes=sizes,
-        trials=trials,
-        choice=BatchChoice(
-            micro_batch=8,
-            accumulation=1,
-            samples_per_s=means[8],
-            fastest_micro_batch=8,
-            share_of_best=1.0,
-            not_settled=[],
-            limited_by="global batch",
-        ),
-        noise=noise,
-    )
-    return {**results.plain(tune), **changes}
+        search.noise = NoiseScale(verdict="inconclusive", reason=inconclusive)
+    found = search.result(SearchOutcome("complete"), {"command": ["bert-dp", "tune", "batch"]})
+    return {**results.plain(found), **COMMON, **changes}
 
 
 def unmeasured() -> dict[str, Any]:

@@ -116,7 +116,6 @@ def plan_scaling(
 ) -> int:
     """Predict the step time and efficiency of N GPUs from one GPU's profile."""
     from launcher.plan import scaling
-    from launcher.plan.scaling import plan_page
     from launcher.report.page import show_result
 
     source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
@@ -125,5 +124,5 @@ def plan_scaling(
     )
     prediction = scaling.predict_scaling(source, spec)
     config = model if from_ is None and model not in scaling.MODELS else None
-    show_result(opt.console(), prediction, lambda: plan_page(prediction, config), as_json=json)
+    show_result(opt.console(), prediction, lambda: scaling.plan_page(prediction, config), as_json=json)
     return 0

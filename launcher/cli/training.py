@@ -1,27 +1,18 @@
 """Define the verbs `train`, `finetune`, `distill`, `configs`, `data build` and `data inspect`."""
 
+import dataclasses
 import json as jsonlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
-from bert_dp.config import (
-    ConfigError,
-    Issue,
-    find_config,
-    hf_directory,
-    load_config,
-    micro_is_auto,
-    native_class,
-    native_issues,
-    read_yaml,
-    shipped_configs,
-)
+from bert_dp.config import ConfigError, Issue, hf_directory, native_class, native_issues
 from bert_dp.config.checks import parse_profile
+from bert_dp.config.load import find_config, load_config, micro_is_auto, read_yaml, shipped_configs
 from launcher.cli import options as opt
 from launcher.log import print_error, runnable
 
@@ -86,38 +77,25 @@ def train(
         issues.append(Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run"))
     if issues:
         raise ConfigError(issues)
-    how: dict[str, Any] = {
-        "nproc": nproc,
-        "run_dir": run_dir,
-        "resume": resume,
-        "launcher": launcher,
-        "dry_run": dry_run,
-        "profile": None if profile is None else parse_profile(profile, profile_ranks or "0"),
-    }
-    overrides = settings
+    profiled = None if profile is None else parse_profile(profile, profile_ranks or "0")
+    how = (nproc, run_dir, resume, dry_run, launcher, max_restarts, elastic, force, profiled, place)
+    options, overrides = RunOptions(*how, after_save), settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
         if place is not None:
             message, hint = "auto is supported on one node only", "run `bert-dp tune batch` first"
             raise ConfigError([Issue("batch.micro_size", "unsupported", message, "auto", "--nnodes", hint)])
         from launcher.tune.batch import resolve_auto_batch
 
-        overrides, failed = resolve_auto_batch(config, settings, **how, console=opt.console())
+        overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-    searched = overrides != settings and not dry_run  # a measured micro batch needs no estimate
+        if not dry_run:  # a measured micro batch needs no estimate
+            options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
         from launcher.plan import dry_run as absent
 
         loaded = absent.on_gpus(loaded, gpu, nproc)
-    options = RunOptions(
-        **how,
-        max_restarts=max_restarts,
-        elastic=elastic,
-        force=force or searched,
-        place=place,
-        after_save=after_save,
-    )
     code = train.train(loaded, options, opt.console())
     if gpu is not None and code == 0:
         absent.print_speed(loaded, gpu, opt.console())

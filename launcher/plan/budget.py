@@ -13,18 +13,8 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from bert_dp import files
-from bert_dp.config import (
-    BUDGETS,
-    Config,
-    ConfigError,
-    Issue,
-    ModelConfig,
-    batch_layout,
-    dump_config,
-    peak_lr,
-    read_yaml,
-)
-from bert_dp.config.schema import PlannedFigure, PredictedName
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, dump_config, peak_lr, read_yaml
+from bert_dp.config.schema import BUDGETS, ModelConfig, PlannedFigure, PredictedName
 from bert_dp.cost import num_parameters
 from bert_dp.files.models import StoredFile, StoredModel
 from launcher import results
@@ -266,8 +256,7 @@ def plan_budget(
     if issues:
         raise ConfigError(issues)
     costs, warnings = options.costs(today or datetime.date.today())
-    rate_of, choice = options.rate_of(base, frontier), (options.tokens_per_parameter, options.keep_model)
-    plan = make_plan(base, unit, amount, costs, rate_of, frontier, options.tokens_available, *choice)
+    plan = make_plan(options, base, costs, options.rate_of(base, frontier), frontier)
     plan.warnings.extend(warnings)
     if plan.is_chosen:
         config = _configuration(options, base, plan, costs)
@@ -298,8 +287,7 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size with budget, learning rate, micro batch and prediction.
-    Adds learning rate and micro batch to the plan's figures."""
+    """Return the configuration of the chosen size; add learning rate and micro batch to the figures."""
     shape = plan.models[0].model_dump(include=SHAPE)
     config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
@@ -333,34 +321,36 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
 
 
 def make_plan(
+    options: BudgetOptions,
     base: Config,
-    unit: Unit,
-    amount: float,
     costs: Costs,
     rate_of: Callable[[Config], Rate],
     fit: Frontier | None = None,
-    tokens_available: float | None = None,
-    tokens_per_parameter: float | None = None,
-    keep_model: bool = False,
 ) -> BudgetPlan:
     """Plan a budget. `rate_of`: tokens/s of a configuration; raises ConfigError if it does not fit.
 
     Without a law, a ratio or keep_model, the plan contains the published answers. Raises ConfigError for a
     budget below the need of every size, or above what the largest size can use.
     """
+    unit, amount = options.budget()
+    keep_model, ratio = options.keep_model, options.tokens_per_parameter
     hours, fitted = costs.hours(unit, amount), None if keep_model else fit
     configs = [base] if keep_model else family(base)
     rates = gpu_speed.rates_that_fit(configs, rate_of) or [rate_of(configs[0])]
     configs = configs[: len(rates)]
     sizes = [size_of(config) for config in configs]
-    is_chosen = keep_model or fit is not None or tokens_per_parameter is not None
+    is_chosen = keep_model or fit is not None or ratio is not None
     warnings = [] if is_chosen else [DISAGREE]
     if keep_model:
         wanted = {"as configured": float(sizes[0])}
     elif not is_chosen:
         wanted = _published_sizes(sizes, rates, hours)
     else:
-        best = _solve(sizes, rates, fit, tokens_per_parameter, hours, unit, costs)
+        hours_of = []  # of the training of each size to its best number of tokens
+        for n, each in zip(sizes, rates, strict=True):
+            enough = (ratio or 0.0) * n if fit is None else fit.law.best_budget(n) / (6 * n)
+            hours_of.append(enough / each.tokens_per_s / 3600)
+        best = _solve(sizes, hours_of, hours, unit, costs)
         wanted = {"deep": best, "wide": best, "half the size": best / 2, "twice the size": 2 * best}
     target = next(iter(wanted.values()))
     rate = rates[nearest(sizes, target)]
@@ -385,9 +375,9 @@ def make_plan(
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
         warnings.append(small(flops))
-    if tokens_available and is_chosen:
-        epochs = tokens / tokens_available
-        figures["epochs"] = _rated(epochs, rate, f"over {format_si(tokens_available, 'tokens')}")
+    if (available := options.tokens_available) and is_chosen:
+        epochs = tokens / available
+        figures["epochs"] = _rated(epochs, rate, f"over {format_si(available, 'tokens')}")
         if epochs > MAX_EPOCHS:
             warnings.append(MANY_EPOCHS.format(epochs, MAX_EPOCHS))
     models = list(planned.values())
@@ -410,7 +400,6 @@ def make_plan(
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
     """Return copies of `base` with models of ascending width and width / layers near `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
-
     family = []
     for width in WIDTHS:
         shape = {
@@ -450,21 +439,8 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
     return interpolate(hours, dict(zip(hours_of[below : below + 2], sizes[below : below + 2], strict=True)))
 
 
-def _solve(
-    sizes: Sequence[int],
-    rates: Sequence[Rate],
-    fit: Frontier | None,
-    ratio: float | None,
-    hours: float,
-    unit: Unit,
-    costs: Costs,
-) -> float:
-    """Return the number of parameters whose optimal training takes `hours` on these devices, by the law of
-    `fit` or at `ratio` tokens per parameter."""
-    hours_of = []
-    for size, rate in zip(sizes, rates, strict=True):
-        tokens = (ratio or 0.0) * size if fit is None else fit.law.best_budget(size) / (6 * size)
-        hours_of.append(tokens / rate.tokens_per_s / 3600)
+def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: Unit, costs: Costs) -> float:
+    """Call `solve_above_tip`. Raises ConfigError with the least or the most of the budget's unit."""
     try:
         return solve_above_tip(sizes, hours_of, hours)
     except ValueError as error:

@@ -36,12 +36,13 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
     if precision not in known:
         message, hint = f"{gpu} does not support {precision}", f"use {known[0]}"
         raise ConfigError([Issue("precision", "unsupported", message, precision, "--gpu", hint)])
-    run = config.run.model_copy(update={"device": "cuda"})
     size = gpu_speed.memory_gib(gpu)
     count = int(nproc) if nproc.isdecimal() and len(nproc) < 6 else 1
     gpus = tuple(Gpu(i, device, size, None, free_gib=size) for i in range(count))
     machine = dataclasses.replace(job.machine, gpus=gpus)
-    return Job(job.name, config.model_copy(update={"run": run, "precision": precision}), machine)
+    run = config.run.model_copy(update={"device": "cuda"})
+    config = config.model_copy(update={"run": run, "precision": precision})
+    return Job(job.name, config, machine)
 
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:

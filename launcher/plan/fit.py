@@ -23,11 +23,6 @@ from launcher.report.page import Report, ReportSection, Table, Verdict, words
 FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by a smaller factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
-SETTINGS = {
-    "mask_rate": "objective.mask_rate",
-    "data_hash": "data",
-    "sequence_length": "data.sequence_length",
-}
 CONTRADICTS = (
     "The law does not describe these runs: its best sizes are off by a factor of {:.1f} from the best runs "
     "of each budget. Repeated data or unfinished runs can cause this."
@@ -51,15 +46,15 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
             continue
         checkpoint = files.newest_checkpoint_facts(directory)
         facts = {
-            "mask_rate": config.objective.mask_rate,
-            "data_hash": checkpoint[1].data_hash if checkpoint else None,
-            "sequence_length": config.data.sequence_length,
+            "mask_rate": ("objective.mask_rate", config.objective.mask_rate),
+            "data_hash": ("data", checkpoint[1].data_hash if checkpoint else None),
+            "sequence_length": ("data.sequence_length", config.data.sequence_length),
         }
-        for name, value in facts.items():
+        for name, (setting, value) in facts.items():
             first, of = common.setdefault(name, (value, str(directory)))
             if value != first:
                 message = f"{directory} has {value}, but {of} has {first}: their losses are not comparable"
-                issues.append(Issue(SETTINGS[name], "conflict", message, value, of))
+                issues.append(Issue(setting, "conflict", message, value, of))
         objective = config.task or config.objective.name
         if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
             message = f"{directory} is not a complete pretraining run with a held-out loss ({summary.status})"

@@ -44,18 +44,14 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Resample the runs within each budget with replacement; from MANY_BUDGETS on, the budgets too. `groups`:
-    indices of the runs of each budget."""
+    """Resample the runs (indices by budget) within each budget; from MANY_BUDGETS on, the budgets too."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
 
 
 def _minima(logs: Floats, flops: float) -> list[LossLaw]:
-    """Return the polished minima over the exponents close to the best one, best first.
-
-    logs: [3, runs], logarithms of parameters, tokens and losses.
-    """
+    """Return the polished minima close to the best, best first. logs: [3, runs], of N, D and the loss."""
     ndimage = require("scipy.ndimage", "glue", "RUNS: fitting")
     a, b = (axis.ravel() for axis in np.meshgrid(EXPONENTS, EXPONENTS, indexing="ij"))
     constants, sums = _project(logs, a, b)
@@ -73,17 +69,12 @@ def _minima(logs: Floats, flops: float) -> list[LossLaw]:
 
 
 def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """Solve for E, A, B >= 0 at each pair of exponents.
-
-    a, b: [pairs]. Returns [pairs, 3] constants and [pairs] sums of the Huber loss of ln(fit / loss). Weights
-    psi(r) / r / L^2 turn least squares of the loss into the Huber loss of its logarithm (iteratively
-    reweighted least squares). All seven choices of nonzero constants are solved; the best solution without a
-    negative constant is kept.
-    """
+    """Return E, A, B >= 0, [pairs, 3], and the summed Huber losses, [pairs], at exponents a, b, [pairs]."""
     means = logs[:2].mean(axis=1)
     n, d = logs[:2] - means[:, None]  # keeps the columns near 1
     loss = np.exp(logs[2])
     columns = np.stack([np.ones((len(a), len(n))), np.exp(-a[:, None] * n), np.exp(-b[:, None] * d)], axis=-1)
+    # weights psi(r) / r / L^2 turn least squares of the loss into the Huber loss of r = ln(fit / loss)
     weights = np.broadcast_to(1 / loss**2, columns.shape[:2])
     for _ in range(REWEIGHTINGS):
         constants = _non_negative(columns, loss, weights)
@@ -110,11 +101,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Minimise the summed Huber loss of ln(fit / loss) over all five constants from `start`, by L-BFGS.
-
-    The mean has such small gradients that the search would stop early (Besiroglu et al., arXiv 2404.10102).
-    Returns sum / HUBER^2, and the law.
-    """
+    """Minimise the summed Huber loss / HUBER^2 over all five constants by L-BFGS; return it and the law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]
@@ -125,6 +112,7 @@ def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]
         shares = np.exp(terms - fitted)
         slope = np.clip(fitted - loss, -HUBER, HUBER)
         gradient = np.concatenate([shares @ slope, -(shares[1:] * sizes) @ slope])
+        # of the mean, the gradients are so small that the search stops early (arXiv 2404.10102)
         return float(_huber(fitted - loss).sum()) / HUBER**2, gradient / HUBER**2
 
     exponents = np.array([start.a, start.b])

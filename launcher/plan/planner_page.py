@@ -26,7 +26,6 @@ def planner_data(
 ) -> dict[str, Any]:
     """Return the page's input: sizes, tokens/s of each size by GPU and number of GPUs, prices, and the law
     with its resampled fits. `configs`: one per size, ascending."""
-
     devices = {}
     for name, row in hardware()["gpus"].items():
         if peak_of(name, PRECISION) is None:

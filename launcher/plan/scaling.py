@@ -14,33 +14,12 @@ from bert_dp.config.load import find_config
 from bert_dp.config.schema import divisors
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher import results
-from launcher.plan.step_model import (
-    FIRST_BUCKET,
-    GB,
-    AllReduceCurve,
-    Fabric,
-    Scenario,
-    constant,
-    find_link,
-    hardware,
-    layer_gradients,
-    predict,
-    with_micro_batch,
-    with_micro_s,
-)
+from launcher.plan import step_model
+from launcher.plan.step_model import AllReduceCurve, Fabric, Scenario, constant, find_link, hardware, predict
 from launcher.report.formats import count_of, format_change, format_count, format_percent
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
-from launcher.scale.models import (
-    CellMeasurement,
-    ComparedCell,
-    Lever,
-    PredictedRow,
-    Prediction,
-    Scaling,
-    ScalingSettings,
-    StepProfile,
-    compared,
-)
+from launcher.scale import models
+from launcher.scale.models import CellMeasurement, PredictedRow, Prediction, Scaling, StepProfile
 from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
@@ -173,7 +152,7 @@ def scenario_of(
         accumulation,
         spread=source.spread,
         slowdown=source.slowdown(min(ranks, spec.per_node)),
-        first_bucket=FIRST_BUCKET if spec.engine == "ddp" else None,
+        first_bucket=step_model.FIRST_BUCKET if spec.engine == "ddp" else None,
     )
 
 
@@ -185,7 +164,7 @@ def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
     return row.model_copy(update={"mfu": mfu, "levers": levers(source.profile, scenario)})
 
 
-def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
+def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
     """Return the gain of each change, best first: tokens/s with it / tokens/s now - 1. A larger batch is
     assumed to be as fast per sequence."""
     if scenario.ranks == 1:
@@ -193,7 +172,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     change = dataclasses.replace
     changes = {
         "2 x accumulation": (profile, change(scenario, accumulation=2 * scenario.accumulation)),
-        "2 x micro batch": (with_micro_batch(profile, 2 * profile.micro_batch), scenario),
+        "2 x micro batch": (step_model.with_micro_batch(profile, 2 * profile.micro_batch), scenario),
         "2 x link speed": (profile, change(scenario, fabric=change(scenario.fabric, speed=2.0))),
         "no stragglers": (profile, change(scenario, spread=0.0)),
         "perfect overlap": (profile, change(scenario, overlap=True, gain=1.0)),
@@ -206,16 +185,15 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     now = predict(profile, scenario).tokens_per_s
     rates = {name: predict(*changed).tokens_per_s for name, changed in changes.items()}
     gains = [
-        Lever(lever=name, gain=rate / now - 1, tokens_per_s=rate, bound=name in BOUNDS)
+        models.Lever(lever=name, gain=rate / now - 1, tokens_per_s=rate, bound=name in BOUNDS)
         for name, rate in rates.items()
         if name not in BOUNDS or rate >= now  # one bucket without overlap may beat many that overlap
     ]
     return sorted(gains, key=lambda lever: -lever.gain)
 
 
-def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> ComparedCell | None:
-    """Compare a measured cell with its prediction, using its own links if they were measured; None if it
-    cannot be predicted."""
+def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> models.ComparedCell | None:
+    """Compare a measured cell with its prediction (over measured links, if any); None without one."""
     engine = "ddp" if cell.engine == "single" else cell.engine
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
@@ -223,9 +201,9 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
     if cell.kind != "run" or cell.tokens_per_s is None or engine not in ENGINES or _link_issues(source, own):
         return None
     scenario = scenario_of(source, own, cell.world_size, cell.tensor, cell.accumulation)
-    row = predict(with_micro_batch(source.profile, cell.micro_batch), scenario)
+    row = predict(step_model.with_micro_batch(source.profile, cell.micro_batch), scenario)
     interval = cell.step_time_s.ci95 if cell.step_time_s else None
-    return ComparedCell(
+    return models.ComparedCell(
         cell=cell.id,
         predicted_step_s=row.step_time_s,
         measured_step_s=cell.step_s,
@@ -328,7 +306,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
         # includes data loading and logging
         micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
-        profile = with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
+        profile = step_model.with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
         notes.append(f"one rank's step time is measured: {alone.step_s:.4g} s (cell {alone.id})")
     ceilings: dict[int, list[float]] = {}
     for cell in cells:
@@ -380,7 +358,7 @@ def source_of_rate(
     adam = "included in the micro batches; pass --gpu to separate it"
     if gpu is not None:
         device = gpus[gpu]["device"]
-        bytes_s = gpus[gpu]["memory_gb_s"] * GB * constant("memory_reach")
+        bytes_s = gpus[gpu]["memory_gb_s"] * step_model.GB * constant("memory_reach")
         optimizer_s = num_parameters(shape, length) * ADAM_BYTES / bytes_s
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
@@ -390,7 +368,7 @@ def source_of_rate(
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
     profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)
     flops = flops_per_token(shape, length, mask_rate)
-    settings = ScalingSettings(accumulation=accumulation, flops_per_token=flops)
+    settings = models.ScalingSettings(accumulation=accumulation, flops_per_token=flops)
     name = f"estimated from the layers of {model} and {seq_per_s:g} sequences/s; optimizer {adam}"
     return source_of(Scaling(profile=profile, settings=settings), name)
 
@@ -415,7 +393,7 @@ def estimated_profile(
         micro_s=micro_s,
         backward_s=BACKWARD * micro_s,
         optimizer_s=optimizer_s,
-        gradients=layer_gradients(model, parameters, 4.0, BACKWARD * micro_s),
+        gradients=step_model.layer_gradients(model, parameters, 4.0, BACKWARD * micro_s),
     )
 
 
@@ -468,7 +446,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
     tables = [
         table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
         Table(levers, title=f"Gain of one change on {count_of(last.world_size, 'GPU')}"),
-        compared(prediction, "Predicted and measured"),
+        models.compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
     text = f"Do not use this: the predicted step of {', '.join(wrong)} is outside its measured interval."

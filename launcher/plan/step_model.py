@@ -266,10 +266,9 @@ def layer_gradients(
 
 
 def _optimizer_share(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the busiest rank's share of the optimizer step. ZeRO-1 assigns whole tensors, so the largest
-    tensor is a lower bound."""
+    """Return the busiest rank's share of the optimizer step."""
     share = 1.0 if scenario.engine == "ddp" else 1 / scenario.replicas
-    if scenario.engine == "zero1":
+    if scenario.engine == "zero1":  # assigns whole tensors
         share = max(share, max(gradient.bytes for gradient in profile.gradients) / profile.size)
     return share / scenario.tensor
 
@@ -344,13 +343,9 @@ def outlast(
 
 
 def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed time of gathering and scattering one block ahead of the computation.
-
-    Weights are gathered in the forward and again in the backward pass of every micro batch; gradients are
-    reduce-scattered in the last. The embedding counts as one more block.
-    """
+    """Return the exposed time of gathering weights and scattering gradients, one block ahead."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-    blocks = profile.num_layers + 1
+    blocks = profile.num_layers + 1  # with the embedding
     gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")
     scatter = fabric.seconds(profile.size / t / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks
@@ -369,13 +364,11 @@ def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed time of the activations' all-reduces in one micro batch.
-
-    Those of the backward pass overlap with the weight-gradient product, half of a block's backward time.
-    """
+    """Return the exposed time of the activations' all-reduces in one micro batch."""
     t, blocks = scenario.tensor, profile.num_layers
     numbers = profile.micro_batch * profile.sequence_length * profile.hidden_size
     once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
+    # the weight-gradient product, half of a block's backward time, hides those of the backward pass
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
     return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # embedding lookup

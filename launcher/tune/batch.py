@@ -14,17 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bert_dp import cost, files
-from bert_dp.config import (
-    Config,
-    ConfigError,
-    Issue,
-    batch_layout,
-    load_config,
-    parse_overrides,
-    read_manifest,
-    resolve,
-)
-from bert_dp.config.checks import ProfilePlan
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, read_manifest
+from bert_dp.config.load import load_config, parse_overrides, resolve
 from bert_dp.config.manifest import hash_json
 from bert_dp.cost import GIB
 from bert_dp.files import PAGE
@@ -35,31 +26,10 @@ from launcher.log import PLAIN, Log, show
 from launcher.report.formats import format_gib, format_si
 from launcher.report.page import Report
 from launcher.run import trials
+from launcher.run.restarts import RunOptions
 from launcher.run.train import check_profile, start_issues
-from launcher.run.trials import (
-    Runner,
-    SearchOutcome,
-    Slot,
-    Trial,
-    TrialsFailed,
-    cause,
-    read_repeat,
-    read_summary,
-    run_to_end,
-    timed_config,
-)
 from launcher.tune import FILE, SearchPlan, search_output, throughput, with_settings, write_tuned
-from launcher.tune.throughput import (
-    MEMORY_SHARE,
-    MIN_SIZES,
-    MIN_STEPS,
-    BatchChoice,
-    BatchTrial,
-    MemoryLine,
-    SizeResult,
-    TuneBatch,
-    with_micro,
-)
+from launcher.tune.throughput import MEMORY_SHARE, BatchTrial, TuneBatch, with_micro
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,9 +162,9 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
     """Run or resume the search; return tune.json and the exit code."""
     out, (facts, *_) = output.path, output.begin(spec.config)
     launcher = spec.options.launcher
-    with trials.runner(out, [Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
+    with trials.runner(out, [trials.Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
         search = BatchSearch(spec, runs, log)
-        outcome = run_to_end(search.run, out, log)
+        outcome = trials.run_to_end(search.run, out, log)
     return search.result(outcome, facts), outcome.exit_code
 
 
@@ -207,13 +177,13 @@ class BatchSearch:
     All decisions depend only on the trials' records, so a resumed search makes the same ones.
     """
 
-    def __init__(self, spec: BatchSearchSpec, runner: Runner, log: Log):
+    def __init__(self, spec: BatchSearchSpec, runner: trials.Runner, log: Log):
         self.spec, self._runner, self._log = spec, runner, log
         self.memory_trials: list[BatchTrial] = []
         self.trials: list[BatchTrial] = []  # timed trials, in order
         self.sizes: list[int] = []  # micro batches that were timed, ascending
         self.samples = 0  # sequences per step of a timed trial
-        self.line: MemoryLine | None = None
+        self.line: throughput.MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
         self._startup_s = self._sequence_s = 0.0  # of a trial without its steps; minimum of a sequence
@@ -230,13 +200,13 @@ class BatchSearch:
         self._more_rounds()
         self._measure_noise()
 
-    def _add(self, trial: BatchTrial, trials: list[BatchTrial]) -> BatchTrial:
-        """Check a trial's peak, add it to `trials`, count its time and refit the memory line."""
+    def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
+        """Check a trial's peak, add it to `done`, count its time and refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
             reason = f"its peak of {format_gib(peak)} exceeds the {format_gib(limit)} of a rank"
             trial = trial.model_copy(update={"status": "over", "reason": reason})
-        trials.append(trial)
+        done.append(trial)
         self.used_s += trial.seconds
         slope_gib = self.spec.formula_gib(2) - self.spec.formula_gib(1)
         self.line = throughput.memory_line([*self.memory_trials, *self.trials], slope_gib)
@@ -257,7 +227,7 @@ class BatchSearch:
         smallest, *larger = self.spec.sizes
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
         if (peak := first.peak_gib) is None:
-            raise TrialsFailed(f"micro batch {smallest} failed: {first.reason}")
+            raise trials.TrialsFailed(f"micro batch {smallest} failed: {first.reason}")
         affords = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
         self._log(
             f"a trial takes {self._startup_s:.1f} s to start: the budget has time for at most {affords} more"
@@ -293,17 +263,17 @@ class BatchSearch:
         fitting = [micro for micro in sizes if self._fits(micro)]
         if not fitting and self.line is not None:
             peak, limit = format_gib(self.line.gib(sizes[0])), format_gib(spec.limit_gib)
-            raise TrialsFailed(
+            raise trials.TrialsFailed(
                 f"micro batch {sizes[0]} needs {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
                 "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
-        most_s = STEPS_SHARE * spec.options.budget_s / min(MIN_SIZES, len(fitting))
+        most_s = STEPS_SHARE * spec.options.budget_s / min(throughput.MIN_SIZES, len(fitting))
         affordable = [m for m in fitting if self._steps_s(m * spec.dp) <= most_s] or fitting[:1]
         if affordable[-1] < spec.sizes[-1]:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
         timed = throughput.sizes_to_time(affordable)
         run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
-        while len(timed) > MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():  # two rounds
+        while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():  # two rounds
             timed = timed[1:]
         while len(timed) > 1 and self.used_s + (len(timed) - 1) * run_s > spec.latest_s:
             timed = timed[1:]
@@ -363,10 +333,10 @@ class BatchSearch:
         """Return the steps of a run: as long as its start-up if the budget allows that for a whole round."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
-        return min(throughput.MAX_STEPS, max(MIN_STEPS, int(each_s / step_s)))
+        return min(throughput.MAX_STEPS, max(throughput.MIN_STEPS, int(each_s / step_s)))
 
     def _steps_s(self, samples: int) -> float:
-        return (self.spec.warm_up + MIN_STEPS) * samples * self._sequence_s
+        return (self.spec.warm_up + throughput.MIN_STEPS) * samples * self._sequence_s
 
     def _left_s(self, share: float = CURVE_SHARE) -> float:
         return max(0.0, share * self.spec.options.budget_s - self.used_s)
@@ -388,30 +358,27 @@ class BatchSearch:
         choice = self.choice()
         if choice is None:
             lost = [f"micro batch {trial.micro_batch}: {trial.reason}" for trial in self.trials]
-            raise TrialsFailed("; ".join(lost))
+            raise trials.TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
         if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale compares two batches
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
         step_s = self.spec.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
-        if reason := self._no_noise(micro, steps):
+        config, reason = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True}), ""
+        try:
+            batch_layout(config, self.spec.ranks)
+        except ConfigError as error:
+            reason = str(error.issues[0])
+        if steps < MIN_NOISE_STEPS:
+            needed = f"{steps} of the {MIN_NOISE_STEPS} steps needed"
+            reason = f"the budget leaves time for {needed}; raise --budget"
+        if reason:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
         self._log(f"noise scale: {steps} steps of the declared batch")
         seconds, self.noise = self.noise_scale(micro, steps)
         self.used_s += seconds
-
-    def _no_noise(self, micro: int, steps: int) -> str | None:
-        """Return the reason why the noise scale cannot be measured; None if it can."""
-        if steps < MIN_NOISE_STEPS:
-            return f"the budget leaves time for {steps} of the {MIN_NOISE_STEPS} steps needed; raise --budget"
-        config = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True})
-        try:
-            batch_layout(config, self.spec.ranks)
-        except ConfigError as error:
-            return str(error.issues[0])
-        return None
 
     # --- trials: runs of the user's configuration at another batch
 
@@ -421,26 +388,26 @@ class BatchSearch:
         outcome = self._runner.run_one(trial)
         facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
         if outcome.status == "ok":
-            repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
+            repeat = trials.read_repeat(trial.directory, trial.ranks, warm_up, steps)
             facts |= {part: repeat.parts[part][0] for part in TIMES}
             facts["exposed_s"] = statistics.median(repeat.exposed_s or [0.0])
             facts["peaks_gib"] = repeat.memory_gib
         else:
-            facts["reason"] = cause(trial.directory)
+            facts["reason"] = trials.cause(trial.directory)
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         """Measure the noise scale over `steps` declared batches. Returns the seconds and the scale."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
-        outcome, summary = self._runner.run_one(trial), read_summary(trial.directory)
+        outcome, summary = self._runner.run_one(trial), trials.read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
-            return outcome.seconds, NoiseScale(verdict="inconclusive", reason=cause(trial.directory))
+            return outcome.seconds, NoiseScale(verdict="inconclusive", reason=trials.cause(trial.directory))
         return outcome.seconds, summary.noise_scale
 
-    def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
+    def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> trials.Trial:
         """Return a trial of the user's configuration at this batch for `steps` steps, without checkpoints."""
         spec, guard = self.spec, None
-        config = timed_config(
+        config = trials.timed_config(
             spec.config,
             on_gpu=spec.on_gpu,
             steps=steps,
@@ -452,11 +419,11 @@ class BatchSearch:
         if not spec.on_gpu and spec.limit_gib is not None:
             # A larger allocation fails in the rank before the out-of-memory killer acts.
             guard = int((spec.limit_gib + GUARD_GIB) * GIB)
-        return Trial(self._runner.out / "trials" / name, config, spec.ranks, data_bytes=guard)
+        return trials.Trial(self._runner.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
     # --- the result
 
-    def choice(self) -> BatchChoice | None:
+    def choice(self) -> throughput.BatchChoice | None:
         """Choose a size from all runs so far; None if no size ran."""
         if not (rates := self.rates()):
             return None
@@ -464,7 +431,7 @@ class BatchSearch:
         share = 1.0 if self.spec.on_gpu else throughput.MIN_SHARE_OF_BEST
         micro, fastest, not_settled = throughput.choose_size(rates, share)
         rate = throughput.mean_rate(rates, micro)
-        return BatchChoice(
+        return throughput.BatchChoice(
             micro_batch=micro,
             accumulation=self.spec.global_size // (micro * self.spec.dp),
             samples_per_s=rate,
@@ -474,9 +441,9 @@ class BatchSearch:
             limited_by=self._limited_by,
         )
 
-    def _size(self, micro: int, rates: throughput.Rates) -> SizeResult:
+    def _size(self, micro: int, rates: throughput.Rates) -> throughput.SizeResult:
         runs = self._runs(micro)
-        return SizeResult(
+        return throughput.SizeResult(
             micro_batch=micro,
             status=runs[-1].status,
             samples_per_s=throughput.mean_rate(rates, micro) if micro in rates else None,
@@ -485,7 +452,7 @@ class BatchSearch:
             runs=len(runs),
         )
 
-    def result(self, outcome: SearchOutcome, facts: Mapping[str, Any]) -> TuneBatch:
+    def result(self, outcome: trials.SearchOutcome, facts: Mapping[str, Any]) -> TuneBatch:
         """Return tune.json."""
         rates = self.rates()
         return TuneBatch(
@@ -511,23 +478,15 @@ class BatchSearch:
 
 
 def resolve_auto_batch(
-    name: str | None,
-    overrides: Sequence[str],
-    *,
-    nproc: str,
-    run_dir: Path | None,
-    resume: str,
-    launcher: str,
-    dry_run: bool,
-    console: Console,
-    profile: ProfilePlan | None = None,
+    name: str | None, overrides: Sequence[str], run: RunOptions, console: Console
 ) -> tuple[list[str], int]:
     """Return the overrides with a number for `batch.micro_size: auto`, and the exit code of the search.
 
     A resumed run keeps its size. The search is cached, so a stopped one is resumed. A dry run does not
     search: without a cached result it shows the smallest size. Raises ConfigError, also for steps or ranks of
-    `profile` that the run does not have.
+    `run.profile` that the run does not have.
     """
+    run_dir, resume = run.run_dir, run.resume
 
     def found(size: int, origin: str) -> tuple[list[str], int]:
         show(console, f"batch.micro_size: auto = {size}, {origin}", **PLAIN)
@@ -538,19 +497,19 @@ def resolve_auto_batch(
     if resume not in ("auto", "never") and (earlier := files.newest_checkpoint_facts(Path(resume))):
         return found(resolve([earlier[1].config]).batch.micro_size, "as in the run of --resume")
     setup = load(name, overrides, run_dir)
-    options = BatchOptions(nproc, AUTO_BUDGET_S, None, launcher)
+    options = BatchOptions(run.nproc, AUTO_BUDGET_S, None, run.launcher)
     spec = search_spec(setup, options)
     folder = setup.directory(run_dir, "runs")
     if issues := start_issues(setup, folder, resume) or files.cache_issues():
         raise ConfigError(issues)
-    check_profile(profile, setup.config, spec.ranks, folder, resume)
+    check_profile(run.profile, setup.config, spec.ranks, folder, resume)
     machine = setup.machine.to_json()
     cached = files.cache_root() / "tune" / cache_key(spec, machine)
     for file in sorted(cached.glob(f"*/{FILE}")):
         kept = results.find(file, TuneBatch)
         if kept is not None and kept.choice is not None and still_holds(kept, spec.limit_gib):
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
-    if dry_run:
+    if run.dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
         return found(spec.sizes[0], f"for this dry run; a real run searches {minutes} for the best size")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash

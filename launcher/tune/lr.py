@@ -8,21 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import (
-    BUDGETS,
-    METERED,
-    BuildConfig,
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    Issue,
-    LogConfig,
-    Manifest,
-    ScheduleConfig,
-    batch_at,
-    batch_layout,
-    with_budget,
-)
+from bert_dp.config import Config, ConfigError, Issue, Manifest, batch_at, batch_layout, schema, with_budget
 from bert_dp.files.models import Summary
 from launcher import job, results
 from launcher.job import Output, VerbOptions
@@ -30,19 +16,6 @@ from launcher.log import Log
 from launcher.report.formats import count_of, format_duration, format_si
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import (
-    Progress,
-    Runner,
-    SearchOutcome,
-    Trial,
-    TrialOutcome,
-    TrialsFailed,
-    cause,
-    earlier_outcome,
-    failure_kind,
-    read_summary,
-    run_to_end,
-)
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
@@ -154,7 +127,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
     """Check that whole runs are long enough for two rungs. `tokens`: as measured, for a budget in hours."""
     tokens = tokens or options.tokens or full_tokens(config)
-    if tokens is None and (unit := config.schedule.unit) in METERED:
+    if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the tokens of a whole run"
         return [Issue("--tokens", "missing", message, None, f"schedule.{unit}", hint)]
     least = SHORT_RATIO * step_tokens(config)
@@ -192,7 +165,7 @@ def measure(
     )
     with trials.runner(out, slots, launcher=options.launcher, on_gpu=on_gpu, log=log) as runs:
         search = LrSearch(spec, runs, log)
-        outcome = run_to_end(search.run, out, log)
+        outcome = trials.run_to_end(search.run, out, log)
     tuned = search.result(outcome, facts)
     write_tuned(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
     return tuned, outcome.exit_code
@@ -207,13 +180,13 @@ class LrSearch:
     All decisions depend only on the trials' records, so a resumed search makes the same ones.
     """
 
-    def __init__(self, spec: LrSearchSpec, runs: Runner, log: Log):
+    def __init__(self, spec: LrSearchSpec, runs: trials.Runner, log: Log):
         self.spec, self._runs, self._log = spec, runs, log
         self.range_test: RangeTest | None = None
         self.tokens: int | None = None  # of a whole run
         self.rungs: list[Rung] = []
         self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # measured by the range test
-        self._progress = Progress([], log)
+        self._progress = trials.Progress([], log)
 
     def run(self) -> None:
         """Run the whole search. Raises Stopped for a signal, TrialsFailed, ConfigError for too few hours."""
@@ -222,7 +195,7 @@ class LrSearch:
         expected = [
             self._trial_s(share * tokens) for count, share in planned(self.spec.options) for _ in range(count)
         ]
-        self._progress = Progress(expected, self._log, self.spec.at_a_time)
+        self._progress = trials.Progress(expected, self._log, self.spec.at_a_time)
         self.train_rungs(test, tokens)
 
     def train_rungs(self, test: RangeTest, tokens: int) -> None:
@@ -232,12 +205,12 @@ class LrSearch:
         while more := lr_search.next_short_rates(first, ladder, test.edge):
             self._train(first, [(lr, first.seeds[0]) for lr in more])
         if not first.ranked():
-            raise TrialsFailed("no rate of the first rung can be chosen")
+            raise trials.TrialsFailed("no rate of the first rung can be chosen")
         last = self._open_rung("last", tokens, self.spec.seeds)
         while todo := lr_search.next_whole_runs(first, last):
             self._train(last, todo)
         if not last.ranked():
-            raise TrialsFailed("no rate of the last rung can be chosen")
+            raise trials.TrialsFailed("no rate of the last rung can be chosen")
 
     def _test_range(self) -> RangeTest:
         """Run the range test: train at rising rates. Raises TrialsFailed if there are no losses."""
@@ -248,11 +221,11 @@ class LrSearch:
         outcome, directory = self._runs.run_one(trial), trial.directory
         lines = files.read_lines(directory / "metrics.jsonl")
         points = [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]
-        if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
-            raise TrialsFailed(f"{trial.name}: {outcome.status}: {cause(directory)}")
+        if not points or (outcome.status != "ok" and trials.failure_kind(directory) != "not_finite"):
+            raise trials.TrialsFailed(f"{trial.name}: {outcome.status}: {trials.cause(directory)}")
         edge, reason = lr_search.find_edge(points)
         self._log(f"  edge at {edge:.3g}: {reason}" if edge is not None else f"  {reason}")
-        summary = read_summary(directory) or Summary(status="failed")
+        summary = trials.read_summary(directory) or Summary(status="failed")
         self._tokens_per_s, self._range_s = summary.tokens_per_s or 0.0, outcome.seconds
         self._fixed_s = max(0.0, outcome.seconds - summary.time_s.get("train", 0.0))
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
@@ -304,7 +277,7 @@ class LrSearch:
         for lr, seed in runs:
             config = trial_config(spec.config, spec.shards, lr, rung.tokens, seed)
             todo.append(self._trial(f"lr-{lr:g}-t{rung.tokens}-s{seed}", config))
-        earlier = {trial.name for trial in todo if earlier_outcome(trial) is not None}
+        earlier = {trial.name for trial in todo if trials.earlier_outcome(trial) is not None}
         if earlier:
             self._log(f"resuming: {len(earlier)} of {len(todo)} trials already done")
         done: dict[str, LrTrial] = {}
@@ -323,14 +296,13 @@ class LrSearch:
             here = [done[trial.name] for trial in todo if trial.name in done]
             rung.trials[:] = lr_search.mark_diverged([*rung.trials, *here], spec.unigram)
 
-    def _trial(self, name: str, config: Config) -> Trial:
+    def _trial(self, name: str, config: Config) -> trials.Trial:
         config = config.model_copy(update={"precision": self.spec.precision})
-        return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
+        return trials.Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
-    def result(self, outcome: SearchOutcome, facts: Mapping[str, Any]) -> TuneLr:
+    def result(self, outcome: trials.SearchOutcome, facts: Mapping[str, Any]) -> TuneLr:
         """Return tune.json."""
-        spec, test = self.spec, self.range_test
-        trained = [trial for rung in self.rungs for trial in rung.trials]
+        spec, trained = self.spec, [trial for rung in self.rungs for trial in rung.trials]
         return TuneLr(
             status=outcome.status,
             reason=outcome.reason,
@@ -342,7 +314,7 @@ class LrSearch:
             tokens=self.tokens,
             ranks=spec.ranks,
             at_a_time=spec.at_a_time,
-            range_test=test,
+            range_test=self.range_test,
             rungs=self.rungs,
             choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
         )
@@ -390,15 +362,15 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
         # the ramp by steps differs from the ramp by tokens
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
-    return with_settings(_bare(config, shards, lr, seed), schedule=dict.fromkeys(BUDGETS) | budget)
+    return with_settings(_bare(config, shards, lr, seed), schedule=dict.fromkeys(schema.BUDGETS) | budget)
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
     """Return a run at the full batch with a rate rising from 1e-4 to 1."""
     whole = {"ramp_fraction": 0.0, "ramp_quantum": None}
     trial = with_settings(_bare(config, shards, 1.0, config.run.seed), batch=whole)
-    schedule = ScheduleConfig(name="exponential", steps=steps)
-    return trial.model_copy(update={"schedule": schedule, "log": LogConfig(every_steps=1)})
+    schedule = schema.ScheduleConfig(name="exponential", steps=steps)
+    return trial.model_copy(update={"schedule": schedule, "log": schema.LogConfig(every_steps=1)})
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
@@ -406,12 +378,12 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
     trial = with_settings(
         config,
         run={"seed": seed},
-        data={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()},
+        data={"path": str(shards), "sources": None, "tokenizer": None, "build": schema.BuildConfig()},
         optim=fixed_rate(lr),
         eval={"every_steps": 0},
     )
-    update = {"checkpoint": CheckpointConfig(keep=0), "log": LogConfig(every_steps=config.log.every_steps)}
-    return trial.model_copy(update=update)
+    log = schema.LogConfig(every_steps=config.log.every_steps)
+    return trial.model_copy(update={"checkpoint": schema.CheckpointConfig(keep=0), "log": log})
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:
@@ -427,15 +399,15 @@ def tuned_config(config: Config, lr: float) -> Config:
     return with_settings(config, optim=update)
 
 
-def read_trial(trial: Trial, outcome: TrialOutcome) -> LrTrial:
+def read_trial(trial: trials.Trial, outcome: trials.TrialOutcome) -> LrTrial:
     """Read the result of a finished trial."""
     directory, config = trial.directory, trial.config
-    summary = read_summary(directory) or Summary(status="failed")
+    summary = trials.read_summary(directory) or Summary(status="failed")
     status: LrTrialStatus = outcome.status
-    reason = None if status == "ok" else cause(directory)
+    reason = None if status == "ok" else trials.cause(directory)
     if status == "ok" and summary.heldout_loss is None:
         status, reason = "diverged", "the held-out loss is not finite"
-    elif status == "failed" and failure_kind(directory) == "not_finite":
+    elif status == "failed" and trials.failure_kind(directory) == "not_finite":
         status = "diverged"
     return LrTrial(
         name=trial.name,

@@ -228,26 +228,20 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 # --- the choice
 
 
-def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
-    """Return the side of the best rate without other measured rates; None if there is none."""
-    measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
-    if best == max(measured):
-        return "high"
-    return "low" if best == min(measured) else None
-
-
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
     """Choose the rate with the lowest mean in the last rung; None before it, or if none is eligible."""
     order = rungs[1].ranked() if len(rungs) > 1 else []
     if not order:
         return None
     last, best = rungs[1], order[0]
+    measured = [t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")]
+    open_sides: dict[float, Side] = {min(measured): "low", max(measured): "high"}
     return LrChoice(
         lr=best,
         heldout_loss=last.mean(best),
         seeds=len(last.scores(best)),
         lead=statistics.fmean(differences(last, order[1], best)) if len(order) > 1 else None,
-        edge_side=open_side(rungs, best),
+        edge_side=open_sides.get(best),
         tied=[lr for lr in order[1:] if is_tied(last, lr, best)],
     )
 

@@ -7,34 +7,9 @@ from pathlib import Path
 
 from bert_dp.files.models import HeldOut
 from launcher import results
-from launcher.report import run_page
-from launcher.report.formats import (
-    NA,
-    count_of,
-    format_count,
-    format_duration,
-    format_gib,
-    format_interval,
-    format_lr,
-    format_nats,
-    format_percent,
-    format_si,
-    number,
-)
-from launcher.report.page import (
-    Axis,
-    Figure,
-    Line,
-    Quantity,
-    ReferenceLine,
-    Report,
-    ReportSection,
-    Table,
-    Verdict,
-    status_verdicts,
-    subtitle,
-    table,
-)
+from launcher.report import formats, page, run_page
+from launcher.report.formats import count_of, format_count, format_gib, format_lr, format_si
+from launcher.report.page import Figure, Line, Quantity, ReferenceLine, Report, ReportSection, Table, Verdict
 from launcher.tune import TUNED
 from launcher.tune.lr_search import LrTrial, Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, BatchTrial, TuneBatch, run_rate
@@ -84,14 +59,14 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
     """Build the report of a micro-batch search. `folder` contains tune.json."""
     method = [
         f"global batch {format_count(tune.global_batch)}",
-        f"{count_of(len(tune.trials), 'run')} in {format_duration(tune.seconds or 0.0)}",
+        f"{count_of(len(tune.trials), 'run')} in {formats.format_duration(tune.seconds or 0.0)}",
     ]
     sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
-    result = table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")
+    result = page.table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")
     return Report(
         "bert-dp: tuned micro batch",
-        subtitle(tune, method),
-        [*status_verdicts(tune), *_lost(tune.trials), _batch_choice(tune), _noise(tune)],
+        page.subtitle(tune, method),
+        [*page.status_verdicts(tune), *_lost(tune.trials), _batch_choice(tune), _noise(tune)],
         sections=[
             ReportSection("Sizes", tables=[result]),
             ReportSection("", [throughput_figure(tune), memory_figure(tune)], console=False),
@@ -107,7 +82,7 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     share = "the fastest" if len(tune.sizes) > 1 else "the only size timed"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
-        share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"
+        share = f"{formats.format_percent(choice.share_of_best)} of the fastest ({fastest})"
     notes = [LIMITS[choice.limited_by]]
     if choice.not_settled:
         sizes = ", ".join(map(format_count, choice.not_settled))
@@ -122,15 +97,15 @@ def _noise(tune: TuneBatch) -> Verdict:
     if noise is None:
         return Verdict("info", "Noise scale: not measured.")
     if noise.noise_scale is None or noise.interval is None:
-        return Verdict("info", f"Noise scale: inconclusive: {noise.reason or NA}.")
+        return Verdict("info", f"Noise scale: inconclusive: {noise.reason or formats.NA}.")
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
-    efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
+    efficiency = formats.format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
         f"{format_count(noise.steps)} steps from {weights}; it grows during training.",
         f"In the declared batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
         "one in a small batch.",
     ]
-    interval = format_interval(noise.interval, format_si)
+    interval = formats.format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
     return Verdict("info", text, notes)
 
@@ -146,8 +121,8 @@ def throughput_figure(tune: TuneBatch) -> Figure:
     return Figure(
         "Throughput against micro batch",
         [Line("mean, 95 % over runs", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
-        Axis("micro batch (sequences)", "count", log=True, ticks=x),
-        Axis("sequences/s, all ranks", from_zero=True),
+        page.Axis("micro batch (sequences)", "count", log=True, ticks=x),
+        page.Axis("sequences/s, all ranks", from_zero=True),
         levels=[ReferenceLine("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
         marks=_chosen(tune),
         note="At the declared global batch; accumulation depends on the micro batch.",
@@ -164,14 +139,14 @@ def memory_figure(tune: TuneBatch) -> Figure:
         label = "line through the two largest"
         traces.insert(0, Line(label, across, [line.gib(x) for x in across], 0, "dashed"))
     highest = max([value for trace in traces for value in trace.values], default=0.0)
-    levels, share = [], format_percent(MEMORY_SHARE)
+    levels, share = [], formats.format_percent(MEMORY_SHARE)
     if limit is not None and limit <= MAX_LIMIT_RATIO * highest:
         levels = [ReferenceLine(f"{share} of the memory of a rank", MEMORY_SHARE * limit)]
     return Figure(
         "Peak memory against micro batch",
         traces,
-        Axis("micro batch (sequences)", "count", from_zero=True),
-        Axis("peak memory of a rank (GiB)", from_zero=True),
+        page.Axis("micro batch (sequences)", "count", from_zero=True),
+        page.Axis("peak memory of a rank (GiB)", from_zero=True),
         levels=levels,
         marks=_chosen(tune),
         note="" if limit is None else f"A rank has {format_gib(limit)}; a size may use {share} of it.",
@@ -190,12 +165,12 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
     """Build the report of a learning-rate search. `folder` contains tune.json."""
     method = [
         f"whole runs of {format_si(tune.tokens, 'tokens')}",
-        f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in total",
+        f"{count_of(len(tune.trials), 'trial')}, {formats.format_duration(tune.seconds or 0.0)} in total",
     ]
     return Report(
         "bert-dp: tuned learning rate",
-        subtitle(tune, method),
-        [*status_verdicts(tune), _lr_choice(tune, folder), *_lost(tune.trials)],
+        page.subtitle(tune, method),
+        [*page.status_verdicts(tune), _lr_choice(tune, folder), *_lost(tune.trials)],
         sections=[
             ReportSection("", [loss_figure(tune), range_figure(tune)], console=False),
             ReportSection("Last rung", tables=[_last_rung(tune)]),
@@ -211,7 +186,7 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     trials, notes = _last(tune).trials, []
     heldout = next((t.heldout for t in trials if t.lr == choice.lr and t.heldout), HeldOut())
     if choice.lead is not None:
-        notes.append(f"{format_nats(choice.lead)} below the next rate.")
+        notes.append(f"{formats.format_nats(choice.lead)} below the next rate.")
     if choice.tied:
         notes.append(f"Not significantly different from {', '.join(map(format_lr, choice.tied))}.")
     if choice.edge_side:
@@ -233,15 +208,17 @@ def loss_figure(tune: TuneLr) -> Figure:
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
-        lines.append(Line(name, rung.rates, [number(rung.mean(lr)) for lr in rung.rates], colour, "both"))
+        lines.append(
+            Line(name, rung.rates, [formats.number(rung.mean(lr)) for lr in rung.rates], colour, "both")
+        )
     if len(tune.rungs) > 1:
         seeds = [(lr, loss) for lr in _last(tune).rates for loss in finite_losses(_last(tune), lr)]
         lines.append(_marks("one seed of the last rung", seeds, 1))
     return Figure(
         "Held-out loss against learning rate",
         lines,
-        Axis("learning rate", "lr", log=True, ticks=sorted({trial.lr for trial in tune.trials})),
-        Axis("held-out loss (nats per masked token)", "nats"),
+        page.Axis("learning rate", "lr", log=True, ticks=sorted({trial.lr for trial in tune.trials})),
+        page.Axis("held-out loss (nats per masked token)", "nats"),
         marks=[ReferenceLine(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
         note="Lines: mean over seeds. The axis does not start at 0.",
     )
@@ -255,8 +232,8 @@ def range_figure(tune: TuneLr) -> Figure:
     return Figure(
         "Range test",
         [Line("training loss", [lr for lr, _ in points], [loss for _, loss in points])],
-        Axis("learning rate", "lr", log=True),
-        Axis("training loss (nats per masked token)", "nats", log=True),
+        page.Axis("learning rate", "lr", log=True),
+        page.Axis("training loss (nats per masked token)", "nats", log=True),
         marks=[ReferenceLine(f"divergence edge: {format_lr(edge)}", edge)] if edge is not None else [],
         note=test.reason if test else "",
     )
@@ -273,4 +250,4 @@ def _last_rung(tune: TuneLr) -> Table:
         Quantity(lambda lr: len(finite_losses(last, lr)), "seeds", "count"),
     ]
     rates = [(format_lr(lr), lr) for lr in sorted(last.rates, key=last.mean)]
-    return table(rates, columns, corner="held-out loss", empty="no trial recorded")
+    return page.table(rates, columns, corner="held-out loss", empty="no trial recorded")

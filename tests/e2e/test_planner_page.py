@@ -9,14 +9,13 @@ import pytest
 
 from bert_dp.config import ConfigError
 from launcher.plan import planner_page
-from launcher.plan.budget import Costs, family, make_plan
+from launcher.plan.budget import BudgetOptions, Costs, family, make_plan
 from launcher.plan.gpu_speed import gpu_rate
 from launcher.plan.step_model import hardware
 from tests.browser import Browser
 from tests.unit.test_budget import BASE, own_fit
 
 pytestmark = pytest.mark.slow
-UNITS = ("hours", "dollars", "kwh")
 
 
 def written(path: Path, with_law: bool) -> dict:
@@ -28,7 +27,7 @@ def written(path: Path, with_law: bool) -> dict:
 
 def asked(draw: random.Random, devices: list[str]) -> dict:
     return {
-        "unit": draw.choice(UNITS),
+        "unit": draw.choice(("hours", "dollars", "kwh")),
         "amount": 10 ** draw.uniform(-1, 5),
         "gpu": draw.choice(devices),
         "count": draw.choice(planner_page.COUNTS),
@@ -53,7 +52,8 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
         return rates[key]
 
     ratio = None if fit else state["ratio"]
-    plan = make_plan(BASE, state["unit"], state["amount"], costs, rate_of, fit, None, ratio)
+    options = BudgetOptions(**{state["unit"]: state["amount"]}, tokens_per_parameter=ratio)
+    plan = make_plan(options, BASE, costs, rate_of, fit)
     found = {"hours": plan.hours, "flops": plan.figures["compute"].value}
     found |= {unit: plan.hours * costs.per_hour[unit] for unit in ("dollars", "kwh")}
     if fit is not None:

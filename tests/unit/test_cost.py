@@ -6,17 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from bert_dp import cost
 from bert_dp.config import ModelConfig
-from bert_dp.cost import (
-    GIB,
-    PEAK_FLOPS,
-    flops_per_token,
-    linear_parameters,
-    memory_estimate_gib,
-    num_parameters,
-    peak_flops,
-    rank_memory_gib,
-)
+from bert_dp.cost import GIB, memory_estimate_gib, num_parameters, peak_flops
 from bert_dp.model.bert import build_model
 from tests.helpers import make_config
 
@@ -26,8 +18,8 @@ TINY = {"vocab_size": 40, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "i
 def test_crammed_bert_reference_values() -> None:
     crammed = ModelConfig()
     assert num_parameters(crammed, 128) == 119_589_889
-    assert linear_parameters(crammed) == 94_371_840
-    assert flops_per_token(crammed, 128, 0.25) / 1e6 == pytest.approx(622.9, abs=0.05)
+    assert cost.linear_parameters(crammed) == 94_371_840
+    assert cost.flops_per_token(crammed, 128, 0.25) / 1e6 == pytest.approx(622.9, abs=0.05)
 
 
 CHOICES = {
@@ -73,7 +65,7 @@ def test_flops_are_those_torch_counts(mlp: str, head: str, first_attention_norm:
     model FLOP does not), and every weight's input needs a gradient, the embedding's included."""
     model_config = ModelConfig(**TINY, mlp=mlp, head=head, first_attention_norm=first_attention_norm)  # type: ignore[arg-type]
     batch, length, predicted = 3, 16, 4
-    wanted = flops_per_token(model_config, length, predicted / length) * batch * length
+    wanted = cost.flops_per_token(model_config, length, predicted / length) * batch * length
     assert counted_flops(model_config, length, batch, predicted) == wanted
 
 
@@ -99,7 +91,7 @@ def test_peak_of_a_device(name: str, precision: str, peak: float | None) -> None
 
 
 def test_every_entry_is_reached_by_its_own_name() -> None:
-    for name, peaks in PEAK_FLOPS:
+    for name, peaks in cost.PEAK_FLOPS:
         for precision, value in peaks.items():
             assert peak_flops(f"NVIDIA {name}", precision) == value, name
 
@@ -107,6 +99,7 @@ def test_every_entry_is_reached_by_its_own_name() -> None:
 # --- memory by hand
 
 V, H, WIDTH, L, S, MICRO = 40, 16, 20, 3, 24, 4
+SCENE = {"data": {"sequence_length": S}, "batch": {"micro_size": MICRO, "global_size": 4 * MICRO}}
 LINEAR = L * (4 * H * H + 3 * H * WIDTH)
 
 
@@ -114,13 +107,7 @@ def memory(
     parallel: dict[str, object] | None = None, world: int = 1, precision: str = "fp32", **more: object
 ) -> dict[str, int]:
     """Bytes by part."""
-    settings = {
-        "model": TINY,
-        "data": {"sequence_length": S},
-        "batch": {"micro_size": MICRO, "global_size": 4 * MICRO},
-        "parallel": parallel or {},
-        **more,
-    }
+    settings = {"model": TINY, **SCENE, "parallel": parallel or {}, **more}
     parts = memory_estimate_gib(make_config(**settings), precision, world)
     return {name: round(size * GIB) for name, size in parts.items()}
 
@@ -151,9 +138,7 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
         ({"engine": "fsdp", "tensor": 2}, 4, (2 * HALF + GATHERED // 2, 4 * HALF, 4 * HALF)),
     ],
 )
-def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(
-    parallel: dict[str, object], world: int, expected: tuple[int, int, int]
-) -> None:
+def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(parallel, world, expected) -> None:
     assert state(memory(parallel, world)) == expected
 
 
@@ -185,13 +170,12 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_a_cpu_rank_holds_the_program_and_a_copy_of_the_state_too(norm: str, precision: str) -> None:
     model = {**TINY, "norm": norm}
-    settings = {"data": {"sequence_length": S}, "batch": {"micro_size": MICRO, "global_size": 4 * MICRO}}
 
     def parts(*, on_gpu: bool = False, **more: object) -> dict[str, float]:
-        return rank_memory_gib(make_config(model=model, **settings, **more), precision, 2, on_gpu=on_gpu)
+        return cost.rank_memory_gib(make_config(model=model, **SCENE, **more), precision, 2, on_gpu=on_gpu)
 
     tensors, found = parts(on_gpu=True), parts()
-    assert tensors == memory_estimate_gib(make_config(model=model, **settings), precision, 2)
+    assert tensors == memory_estimate_gib(make_config(model=model, **SCENE), precision, 2)
     kept = MICRO * S * L * ((norm == "rmsnorm") * 2 * H * 4 + (precision == "bf16") * 2 * S * 2)
     assert (found["activations"] - tensors["activations"]) * GIB == pytest.approx(kept)
     assert found["heap"] == (found["activations"] + found["logits"]) / 2

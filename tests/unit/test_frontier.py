@@ -11,7 +11,7 @@ from launcher.plan import loss_fit
 from launcher.plan.frontier import CompletedRun, LossLaw
 from tests.helpers import raised_issues
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+PROTEIN_LMS = Path(__file__).parents[3] / "shared" / "data" / "isoflop_protein_mlm.csv"
 LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
 BUDGETS = (1e15, 3e15, 1e16, 3e16)
 
@@ -29,14 +29,6 @@ def runs_of(
             loss = law.loss(parameters, tokens) * math.exp(noise * random.standard_normal())
             runs.append(CompletedRun(budget, parameters, loss, tokens))
     return runs
-
-
-def published(name: str) -> list[dict[str, str]]:
-    path = DATA / name
-    if not path.is_file():
-        pytest.skip(f"the published runs are not here: {name}")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 ASYMMETRIC = LossLaw(1.2, 60.0, 3000.0, 0.25, 0.45)
@@ -62,28 +54,23 @@ def test_without_noise_the_best_size_is_exact_where_a_parabola_is_not(law, sizes
     assert (abs(minima[BUDGETS[-1]][0] / law.best_parameters(BUDGETS[-1]) - 1) >= 0.05) == parabola_is_off
 
 
-def covered(seeds: int) -> list[int]:
-    """Count the seeds whose interval covers the true best size, at the largest budget and at ten times it."""
+@pytest.mark.parametrize(("seeds", "least"), [(4, 4), pytest.param(100, 90, marks=pytest.mark.slow)])
+def test_intervals_cover_the_best_size_in_nine_of_ten(seeds: int, least: int) -> None:
+    """At the largest budget and at ten times it."""
     counts = [0, 0]
     for seed in range(seeds):
         fit = loss_fit.fit(runs_of(LAW, seed, 0.01), draws=30)
         for i, budget in enumerate((BUDGETS[-1], 10 * BUDGETS[-1])):
             _, (low, high) = fit.estimate(lambda law, c=budget: math.log(law.best_parameters(c)))
             counts[i] += low <= math.log(LAW.best_parameters(budget)) <= high
-    return counts
-
-
-def test_intervals_cover_the_best_size() -> None:
-    assert min(covered(4)) == 4
-
-
-@pytest.mark.slow
-def test_intervals_cover_the_best_size_in_nine_of_ten() -> None:
-    assert min(covered(100)) >= 90
+    assert min(counts) >= least
 
 
 def test_parabolas_of_the_published_masked_lms() -> None:
-    rows = published("isoflop_protein_mlm.csv")
+    if not PROTEIN_LMS.is_file():
+        pytest.skip(f"the published runs are not here: {PROTEIN_LMS.name}")
+    with PROTEIN_LMS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
     runs = [[float(row[name]) for name in ("budget_flops", "parameters", "loss")] for row in rows]
     minima = loss_fit.parabola_minima([CompletedRun(c, n, x, c / 6 / n) for c, n, x in runs])
     best = {budget: parameters for budget, (parameters, _) in minima.items()}
@@ -97,60 +84,3 @@ def test_too_few_runs_are_refused() -> None:
     for runs in (runs_of(LAW)[:5], runs_of(LAW)[:18]):
         (found,) = raised_issues(loss_fit.fit, runs)
         assert (found.setting, found.kind) == ("RUNS", "missing")
-
-
-def demo_frontier() -> tuple[np.ndarray, np.ndarray]:
-    """Compute (6 N x tokens / 86400) and parameters at the frontier of the demo's runs, by its own method.
-
-    It takes the convex hull of all points towards the origin, and of each run on it the point furthest below
-    a power law of the hull.
-    """
-    from scipy.optimize import curve_fit
-    from scipy.spatial import ConvexHull
-
-    rows = published("transformerxl_wikitext103_loss_vs_compute.csv")
-    runs = []
-    for column in (name for name in rows[0] if name.endswith(" - valid_loss")):
-        steps = column.removesuffix("valid_loss") + "_step"
-        points = [
-            tuple(float(row[name]) for name in ("global_step", steps, column))
-            for row in rows
-            if "undefined" not in (row[steps], row[column])
-        ]
-        if len(points) > 5:
-            compute, step, loss = map(np.array, zip(*points, strict=True))
-            parameters = float(np.median(compute / step)) * 86400 / (6 * 60 * 150)  # 60 x 150 tokens a step
-            runs.append((parameters, compute, loss))
-    points = np.array([(x, y, i) for i, (_, xs, ys) in enumerate(runs) for x, y in zip(xs, ys, strict=True)])
-    near_origin = (1e-8, points[:, 1].min())
-    hull = ConvexHull(np.vstack([points[:, :2], near_origin]), qhull_options=f"QG{len(points)}")
-    corners = np.unique(hull.simplices[hull.good])
-    corners = points[corners[corners < len(points)]]
-    (a, b, c), _ = curve_fit(lambda x, a, b, c: a * x**-b + c, corners[:, 0], corners[:, 1])
-    frontier_points = []
-    for i in sorted({int(i) for i in corners[:, 2]}):
-        parameters, compute, loss = runs[i]
-        best = np.argmax(-np.log(loss - c) + math.log(a) - b * np.log(compute))
-        frontier_points.append((compute[best], parameters))
-    found = np.array(frontier_points)
-    return found[:, 0], found[:, 1]
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_the_demos_exponent_follows_from_its_runs_and_not_the_published_one() -> None:
-    from scipy.optimize import curve_fit
-
-    compute, parameters = demo_frontier()
-    (_, exponent, _), _ = curve_fit(
-        lambda x, d, e, f: np.log(np.maximum(d * x**e + f, 1e-9)),
-        compute,
-        np.log(parameters),
-        p0=(0.05, 0.7, 0),
-    )
-    assert exponent == pytest.approx(0.721, abs=0.001)  # the article says 0.870
-    assert 10**exponent == pytest.approx(5.3, abs=0.05)
-    random = np.random.default_rng(0)
-    logs = np.log(compute), np.log(parameters)
-    draws = [np.polyfit(*(v[i] for v in logs), 1)[0] for i in random.integers(12, size=(2000, 12))]
-    low, high = np.percentile(draws, [2.5, 97.5])
-    assert (low, high) == (pytest.approx(0.71, abs=0.02), pytest.approx(0.85, abs=0.02))

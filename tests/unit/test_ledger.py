@@ -157,9 +157,7 @@ COUNTER = EnergyCounter("nvml", lambda: 1.0)
         ("schedule.hours=1", [], None),
     ],
 )
-def test_a_budget_needs_a_price_or_a_power(
-    tmp_path: Path, settings: str, counters: list[EnergyCounter], missing: str | None
-) -> None:
+def test_a_budget_needs_a_price_or_a_power(tmp_path: Path, settings, counters, missing) -> None:
     issues = budget_issues(make_config(*settings.split()), tmp_path, counters)
     found = [(issue.setting, issue.kind, issue.other) for issue in issues]
     assert found == ([(missing, "missing", settings.partition("=")[0])] if missing else [])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,7 @@ FALL = [10.0] * 5 + [0.0] * 7
         ([1.0, math.nan, 1.0], 1.5),
     ],
 )
-def test_the_edge_is_where_the_smoothed_loss_rises_or_is_not_finite(
-    losses: list[float | None], edge: float | None
-) -> None:
+def test_the_edge_is_where_the_smoothed_loss_rises_or_is_not_finite(losses, edge) -> None:
     assert lr_search.find_edge(steps(losses))[0] == edge
 
 
@@ -99,9 +98,7 @@ DIVERGED = [outcome(lr, None, status="diverged") for lr in (2, 1, 4)]
         ([outcome(1, None, status="failed")], 100.0, []),
     ],
 )
-def test_a_rate_is_added_at_the_end_that_is_best_or_below_what_diverged(
-    outcomes: list[LrTrial], edge: float | None, rates: list[float]
-) -> None:
+def test_a_rate_is_added_at_the_end_that_is_best_or_below_what_diverged(outcomes, edge, rates) -> None:
     rung = Rung(tokens=1, seeds=[0], trials=outcomes)
     assert lr_search.next_short_rates(rung, [4.0, 2.0, 1.0], edge) == rates
 
@@ -116,14 +113,6 @@ def test_a_rate_that_ends_above_the_unigram_entropy_has_diverged_if_a_lower_one_
     assert "4.1" in (marked[2].reason or "")
     alone = [outcome(1, 4.1), outcome(1, 3.9, seed=1), outcome(2, 4.0)]
     assert lr_search.mark_diverged(alone, 4.0) == alone
-
-
-def test_means_and_ranks() -> None:
-    made = rung({1.0: [3.0, 5.0], 2.0: [3.5], 4.0: [3.5]})
-    made.trials.append(outcome(8, None, status="failed"))
-    assert (made.mean(1.0), made.scores(1.0)) == (4.0, [3.0, 5.0])
-    assert made.mean(8) == math.inf
-    assert made.ranked() == [2.0, 4.0, 1.0]
 
 
 SHORT = rung({lr: [3.0 + 0.1 * abs(math.log2(lr))] for lr in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)})
@@ -159,21 +148,6 @@ def test_if_no_finalist_can_be_chosen_the_next_rate_trains() -> None:
     assert following({}, 1.0, 0.5, 2.0, 0.25, 4.0, 8.0) == []
 
 
-def test_a_side_is_open_without_a_rate_on_it() -> None:
-    def side(*rungs: Rung) -> str | None:
-        return lr_search.open_side(rungs, 2.0)
-
-    assert side(rung({1.0: [3.0], 2.0: [2.0], 4.0: [3.0]})) is None
-    assert side(rung({1.0: [3.0], 2.0: [2.0]})) == "high"
-    assert side(rung({2.0: [2.0], 4.0: [3.0]})) == "low"
-    assert side(rung({4.0: [3.0]}), rung({1.0: [3.0], 2.0: [2.0]})) is None, "in any rung"
-    lost = rung({1.0: [3.0], 2.0: [2.0]})
-    lost.trials.append(outcome(4.0, None, status="failed"))
-    assert side(lost) == "high"
-    lost.trials.append(outcome(4.0, None, seed=1, status="diverged"))
-    assert side(lost) is None
-
-
 WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
 
 
@@ -181,6 +155,21 @@ def chosen(losses: dict[float, Sequence[float]], before: Rung = WIDE) -> LrChoic
     choice = lr_search.choose_rate([before, rung(losses)])
     assert choice is not None
     return choice
+
+
+def test_a_side_is_open_without_a_rate_on_it() -> None:
+    def side(losses: Any, before: Any = None, lost: str = "") -> str | None:
+        last = rung(losses)
+        last.trials.extend([outcome(4.0, None, status=lost)] if lost else [])
+        return lr_search.choose_rate([rung(before or {}), last]).edge_side
+
+    below, above = {1.0: [3.0], 2.0: [2.0]}, {2.0: [2.0], 4.0: [3.0]}
+    assert side(below | above) is None
+    assert side({2.0: [2.0]}) == side(below) == "high"
+    assert side(above) == "low"
+    assert side(below, {4.0: [3.0]}) is None, "in any rung"
+    assert side(below, lost="failed") == "high"
+    assert side(below, lost="diverged") is None
 
 
 def test_the_choice_is_the_lowest_mean_with_its_lead_and_its_open_side() -> None:

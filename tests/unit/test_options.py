@@ -1,5 +1,6 @@
 """How the text of an option becomes a value, and what is refused."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,33 +24,18 @@ from launcher.tune import batch
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
 
-
-@pytest.mark.parametrize(
-    ("parse", "text", "value"),
-    [
-        (options.counts, "1,2, 4", (1, 2, 4)),
-        (options.counts, "1..8", (1, 2, 4, 8)),
-        (options.counts, "3..20", (3, 6, 12, 20)),
-        (options.counts, "2,2,1", (2, 1)),
-        (options.counts, "4..4", (4,)),
-        (options.counts, "1000000", (1_000_000,)),
-        (options.engines, "zero1, ddp,ddp", ("zero1", "ddp")),
-        (options.engines, "deepspeed,deepspeed-3", ("deepspeed-1", "deepspeed-3")),
-        (options.seconds, "90s", 90),
-        (options.seconds, " 2 m", 120),
-        (options.seconds, "1.5h", 5400),
-        (options.seconds, "2d", 172_800),
-        (options.hours, "8", 8),
-        (options.hours, "0.5", 0.5),
-        (options.hours, "90m", 1.5),
-        (options.launcher, "torchrun", "torchrun"),
-        (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
-    ],
-)
-def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: object) -> None:
-    assert parse(text) == value
-
-
+VALUES: dict[Callable[[str], Any], dict[str, object]] = {
+    options.counts: {"1,2, 4": (1, 2, 4), "1..8": (1, 2, 4, 8), "3..20": (3, 6, 12, 20), "2,2,1": (2, 1)}
+    | {"4..4": (4,), "1000000": (1_000_000,)},
+    options.engines: {
+        "zero1, ddp,ddp": ("zero1", "ddp"),
+        "deepspeed,deepspeed-3": ("deepspeed-1", "deepspeed-3"),
+    },
+    options.seconds: {"90s": 90, " 2 m": 120, "1.5h": 5400, "2d": 172_800},
+    options.hours: {"8": 8, "0.5": 0.5, "90m": 1.5},
+    options.launcher: {"torchrun": "torchrun"},
+    options.words: {"RTE, CoLA,RTE": ("RTE", "CoLA")},
+}
 REFUSED = {
     options.counts: ("", *"0 1,0 -1 1.5 a 4..2 0..8 1.. 1,,2 9999999 1..9999999".split()),
     options.engines: ("ddp,magic", "", "deepspeed-9"),
@@ -59,6 +45,11 @@ REFUSED = {
     options.program: ("", "'", "no-such-program x"),
     options.words: ("", "RTE,", ",RTE"),
 }
+
+
+@pytest.mark.parametrize("parse", VALUES)
+def test_a_text_and_its_value(parse: Callable[[str], Any]) -> None:
+    assert {text: parse(text) for text in VALUES[parse]} == VALUES[parse]
 
 
 @pytest.mark.parametrize(
@@ -82,51 +73,42 @@ def test_the_line_names_the_option() -> None:
     assert refused("eval", "glue", "RUN").startswith("error: --data: ")
 
 
-SCALE = {"gpus": [1, 2], "modes": ["weak"], "engines": ["zero1", "ddp"], "tensor": [1], "repeats": 4}
-SCALE |= {"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2}
-
-
 @pytest.mark.parametrize(
     ("command", "settings"),
     [
         (
-            "scale --nproc 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
-            "--steps 7 --warm-up 3 --accumulation 2",
-            SCALE,
+            "scale --nproc 2,1 --mode weak --engines zero1,ddp --tensor 1 --repeats 4 --steps 7 --warm-up 3 "
+            "--accumulation 2",
+            {"gpus": [1, 2], "modes": ["weak"], "engines": ["zero1", "ddp"], "tensor": [1], "repeats": 4}
+            | {"steps": 7, "warm_up": 3, "accumulation": 2},
         ),
         (
-            "tune lr --nproc 2 --rates 4 --seeds 2 --tokens 2048 --budget 90s --launcher accelerate",
-            {"ranks": 2, "rates": 4, "seeds": 2, "tokens": 2048, "budget_s": 90.0, "launcher": "accelerate"},
+            "tune lr --nproc 2 --rates 4 --seeds 2 --tokens 2048 --budget 90s",
+            {"ranks": 2, "rates": 4, "seeds": 2, "tokens": 2048, "budget_s": 90.0},
         ),
-        (
-            "tune batch --nproc 1 --budget 90s --memory 3 --launcher accelerate",
-            {"nproc": 1, "budget_s": 90.0, "memory_gib": 3.0, "launcher": "accelerate"},
-        ),
+        ("tune batch --nproc 1 --budget 90s --memory 3", {"nproc": 1, "budget_s": 90.0, "memory_gib": 3.0}),
     ],
 )
-def test_every_option_stands_in_the_plan(
-    shards: Path, tmp_path: Path, command: str, settings: dict[str, Any]
-) -> None:
-    place = ("--out", str(tmp_path / "out"), "--dry-run", "--json")
+def test_every_option_stands_in_the_plan(shards: Path, tmp_path: Path, command, settings) -> None:
+    place = ("--launcher", "accelerate", "--out", str(tmp_path / "out"), "--dry-run", "--json")
     more = ["batch.micro_size=auto"] if "tune batch" in command else []
     done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu", *more), *place)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
+    assert not (tmp_path / "out").exists()
     told = plan.get("settings", plan)
+    settings["launcher"] = "accelerate"
     assert {name: told[name] for name in settings} == settings
 
 
 PLACE = "--nproc 2 --launcher accelerate --run-dir place --resume never"
-AT = {"nproc": "2", "launcher": "accelerate", "run_dir": Path("place"), "resume": "never"}
 
 
 @pytest.mark.parametrize(
     ("command", "elastic"),
     [("train quickstart --elastic --profile 2:4", True), ("finetune RUN --task RTE --data .", False)],
 )
-def test_a_run_is_started_as_its_options_say(
-    monkeypatch: pytest.MonkeyPatch, command: str, elastic: bool
-) -> None:
+def test_a_run_is_started_as_its_options_say(monkeypatch: pytest.MonkeyPatch, command, elastic) -> None:
     asked = asked_of(monkeypatch, train, "train")
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
     assert here(*f"{command} {PLACE} --max-restarts 5 --dry-run --force".split()).returncode == 3
@@ -179,10 +161,10 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     if "auto" not in more:
         assert search == []
         return
-    ((given, asked),) = search
+    ((given, _),) = search
     assert job.config.batch.micro_size == 4
-    assert given == ("quickstart", ["batch.micro_size=auto"])
-    assert asked == {**AT, "dry_run": "--dry-run" in more, "profile": told.profile}
+    assert given[:2] == ("quickstart", ["batch.micro_size=auto"])
+    assert given[2] == dataclasses.replace(told, force=False)
 
 
 def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,50 +188,38 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
 
 
 BUILD = {"vocab_size": 99, "sequence_length": 64, "tokenizer": "t", "processes": 2, "force": True}
-SOURCE = ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
 EVALUATED = GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate")
-TEXTS = {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"}
-PREDICTED = {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"}
 
 
-@pytest.mark.parametrize(
-    ("command", "module", "name", "given", "named"),
-    [
-        (
-            "data build a lang=en/b data.build.normalize=false --out o --vocab-size 99 --sequence-length 64 "
-            "--tokenizer t --format text --text-key body --set data.build.dedup=none --processes 2 --force",
-            *(datasets, "build", (["a", "lang=en/b"], Path("o"))),
-            {**BUILD, "overrides": [f"data.build.{item}" for item in SOURCE]},
-        ),
-        (
-            "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
-            "--init random --nproc 4 --launcher accelerate --out o --dry-run --json",
-            *(glue, "evaluate", (Path("r"), ["optim.lr=1"], EVALUATED, [Path("x"), Path("y")], HOW), {}),
-        ),
-        (
-            "eval mlm r a b --documents blank_line --format jsonl --text-key body --json",
-            *(text_loss, "evaluate", (Path("r"), ["a", "b"], TEXTS)),
-            {"precision": "auto", "as_json": True},
-        ),
-        (
-            "predict r f --text q --text-pair s --out o --precision bf16",
-            *(prediction, "predict_file", (Path("r"), "f"), PREDICTED),
-        ),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else "",
-)
-def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    module: Any,
-    name: str,
-    given: tuple[Any, ...],
-    named: dict[str, Any],
-) -> None:
-    calls = asked_of(monkeypatch, module, name)
-    done = here(*command.split())
-    assert done.returncode == (0 if module is prediction else 3), done.stderr
-    assert calls == [(given, named)]
+def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handed(module: Any, name: str, command: str, code: int = 3) -> Any:
+        calls = asked_of(monkeypatch, module, name)
+        done = here(*command.split())
+        assert done.returncode == code, done.stderr
+        (call,) = calls
+        return call
+
+    command = (
+        "data build a lang=en/b data.build.normalize=false --out o --vocab-size 99 --sequence-length 64 "
+        "--tokenizer t --format text --text-key body --set data.build.dedup=none --processes 2 --force"
+    )
+    (sources, out), named = handed(datasets, "build", command)
+    settings = ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
+    assert (sources, out) == (["a", "lang=en/b"], Path("o"))
+    assert named == {**BUILD, "overrides": [f"data.build.{item}" for item in settings]}
+    command = (
+        "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
+        "--init random --nproc 4 --launcher accelerate --out o --dry-run --json"
+    )
+    given = (Path("r"), ["optim.lr=1"], EVALUATED, [Path("x"), Path("y")], HOW)
+    assert handed(glue, "evaluate", command) == (given, {})
+    command = "eval mlm r a b --documents blank_line --format jsonl --text-key body --json"
+    texts = {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"}
+    named = {"precision": "auto", "as_json": True}
+    assert handed(text_loss, "evaluate", command) == ((Path("r"), ["a", "b"], texts), named)
+    command = "predict r f --text q --text-pair s --out o --precision bf16"
+    named = {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"}
+    assert handed(prediction, "predict_file", command, 0) == ((Path("r"), "f"), named)
 
 
 @pytest.mark.parametrize("codes", [(0, 1), (1, 0), (0, 0)])

@@ -20,42 +20,42 @@ from launcher.plan.gpu_speed import gpu_rate
 from launcher.report.formats import format_si
 from tests.e2e.cli import here
 from tests.helpers import raised_issues
+from tests.plan_fixture import cell, measured, profile
 from tests.unit.test_budget import BASE, LAW, own_fit
 
 TODAY = datetime.date(2026, 6, 1)
 H100 = "H100-SXM-80G"
 
 
-def issue(options: dict[str, Any], tmp_path: Path, out: str = "planned.yaml") -> Issue:
+def issue(options: dict[str, Any], tmp_path: Path) -> Issue:
     """First issue of a plan; nothing is written."""
-    found = raised_issues(plan_budget, BudgetOptions(**options), tmp_path / out, today=TODAY)
+    options = {"out": "planned.yaml", **options}
+    out = tmp_path / options.pop("out")
+    found = raised_issues(plan_budget, BudgetOptions(**options), out, today=TODAY)
     assert not (tmp_path / "planned.yaml").exists()
     return found[0]
 
 
 @pytest.mark.parametrize(
-    ("options", "out", "setting", "kind", "hint"),
+    ("options", "setting", "kind", "hint"),
     [
-        ({}, "planned.yaml", "--hours", "missing", ""),
-        ({"hours": 1.0, "kwh": 2.0}, "planned.yaml", "--hours", "missing", ""),
-        ({"dollars": 9.0, "gpu": "T4-16G", "precision": "fp16"}, "planned.yaml", "--price", "missing", ""),
-        ({"hours": 1.0}, "planned.yaml", "--gpu", "missing", H100),
-        ({"hours": 1.0, "gpu": "H100-SXM-80"}, "planned.yaml", "--gpu", "unknown", H100),
-        ({"hours": 1.0, "gpu": H100, "grid": "Atlantis"}, "planned.yaml", "--grid", "unknown", "world"),
-        ({"hours": 1.0, "gpu": "V100-32G"}, "planned.yaml", "--precision", "unsupported", "fp16"),
-        ({"hours": 1.0, "gpu": H100, "config": "no-such"}, "planned.yaml", "--config", "not_found", ""),
-        ({"hours": 24.0, "gpu": H100}, "none/planned.yaml", "--out", "not_found", ""),
+        ({}, "--hours", "missing", ""),
+        ({"hours": 1.0, "kwh": 2.0}, "--hours", "missing", ""),
+        ({"dollars": 9.0, "gpu": "T4-16G", "precision": "fp16"}, "--price", "missing", ""),
+        ({"hours": 1.0}, "--gpu", "missing", H100),
+        ({"hours": 1.0, "gpu": "H100-SXM-80"}, "--gpu", "unknown", H100),
+        ({"hours": 1.0, "gpu": H100, "grid": "Atlantis"}, "--grid", "unknown", "world"),
+        ({"hours": 1.0, "gpu": "V100-32G"}, "--precision", "unsupported", "fp16"),
+        ({"hours": 1.0, "gpu": H100, "config": "no-such"}, "--config", "not_found", ""),
+        ({"hours": 24.0, "gpu": H100, "out": "none/planned.yaml"}, "--out", "not_found", ""),
         (
             {"hours": 9.0, "gpu": H100, "gpus": 3, "tokens_per_parameter": 200.0},
-            "planned.yaml",
-            "batch.global_size",
-            "does_not_divide",
-            "",
+            *("batch.global_size", "does_not_divide", ""),
         ),
     ],
 )
-def test_refused(options, out, setting, kind, hint, tmp_path: Path) -> None:
-    found = issue(options, tmp_path, out)
+def test_refused(options, setting, kind, hint, tmp_path: Path) -> None:
+    found = issue(options, tmp_path)
     assert (found.setting, found.kind) == (setting, kind)
     assert hint in (found.hint or "")
 
@@ -120,22 +120,11 @@ def record(folder: Path, kind: str, length: int = 128, **changes: Any) -> Path:
     facts = {**MEASURED, **changes}
     if kind == "run":
         return run(folder / "run", 2.0, f"data.sequence_length={length}", **facts)
-    batch = {"micro_batch": 128, "accumulation": 1, "global_batch": 256}
-    rates = {"world_size": facts["world_size"], "tokens_per_s": facts["tokens_per_s"]}
-    cell = {**batch, **rates, "engine": "ddp", "status": "ok"}
-    shape = {
-        "micro_batch": 128,
-        "sequence_length": 128,
-        "num_layers": 16,
-        "hidden_size": 768,
-        "num_heads": 12,
-    }
-    times = {"micro_s": 0.2, "backward_s": 0.1, "gradients": [{"bytes": 4, "ready_s": 0.1}]}
-    sizes = {"parameters": facts["parameters"], "precision": facts["precision"], "sequence_length": length}
-    cells = [{"id": "a", **cell}, {"id": "b", **cell, "kind": "ceiling"}]
-    files.write_json(
-        path := folder / "scaling.json", {"profile": shape | times, "settings": sizes, "cells": cells}
-    )
+    rate = {"tokens_per_s": facts["tokens_per_s"]}
+    cells = [cell(k, facts["world_size"], 1.0, kind=k, **rate) for k in ("run", "ceiling")]
+    settings = {"sequence_length": length, **{name: facts[name] for name in ("parameters", "precision")}}
+    shape = profile(num_layers=16, hidden_size=768, num_heads=12)
+    files.write_json(path := folder / "scaling.json", measured(settings=settings, cells=cells, profile=shape))
     return path
 
 
@@ -257,31 +246,22 @@ def test_runs_of_nearly_equal_compute_share_a_budget(tmp_path: Path) -> None:
 
 
 DRY = ("train", "crammed-bert", "data.sources=builtin", "--dry-run")
+PRICE = "run.price_per_device_hour=2.5"
 
 
 @pytest.mark.parametrize(
     ("settings", "gpu", "nproc", "expected"),
     [
-        ((), H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "reach": 24}),
-        (("batch.ramp_fraction=0",), H100, 8, {"micro": "1024 is the largest that divides the batch and"}),
+        ("", H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "reach": 24}),
+        ("batch.ramp_fraction=0", H100, 8, {"micro": "1024 is the largest that divides the batch and"}),
         # tokens have a time, and auto precision follows the GPU
-        (("schedule.tokens=1000000000",), "T4-16G", 1, {"memory": "fp16", "time": "of training"}),
+        ("schedule.tokens=1000000000", "T4-16G", 1, {"memory": "fp16", "time": "of training"}),
         # dollars reach what their hours do
-        (
-            (
-                "schedule.hours=null",
-                "schedule.dollars=80",
-                "run.price_per_device_hour=2.5",
-                "batch.micro_size=256",
-            ),
-            H100,
-            4,
-            {"reach": 8},
-        ),
+        (f"schedule.hours=null schedule.dollars=80 {PRICE} batch.micro_size=256", H100, 4, {"reach": 8}),
     ],
 )
 def test_a_dry_run_on_gpus_that_are_not_there(settings, gpu, nproc, expected, tmp_path: Path) -> None:
-    done = here(*DRY, *settings, "--gpu", gpu, "--nproc", str(nproc), cwd=tmp_path)
+    done = here(*DRY, *settings.split(), "--gpu", gpu, "--nproc", str(nproc), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     if hours := expected.pop("reach", None):

@@ -9,19 +9,8 @@ from typing import Any
 import pytest
 
 from bert_dp.cost import flops_per_token, num_parameters
-from launcher.plan.scaling import (
-    MODELS,
-    PlanSource,
-    PlanSpec,
-    find_model,
-    find_source,
-    levers,
-    plan_page,
-    predict_measured,
-    scenario_of,
-    source_of,
-    source_of_rate,
-)
+from launcher.plan import scaling
+from launcher.plan.scaling import PlanSpec, find_source, scenario_of, source_of, source_of_rate
 from launcher.plan.step_model import AllReduceCurve, constant, hardware
 from launcher.scale.analyze import analyze
 from launcher.scale.grid import run_dir
@@ -83,8 +72,8 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     single = lines["weak-single-n1"]
     assert single.predicted_step_s == pytest.approx(single.measured_step_s)
     assert single.within is True
-    assert predict_measured(collected) == predicted
-    assert predict_measured(collected.model_copy(update={"profile": None})) is None
+    assert scaling.predict_measured(collected) == predicted
+    assert scaling.predict_measured(collected.model_copy(update={"profile": None})) is None
 
 
 @pytest.mark.parametrize(
@@ -99,9 +88,7 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
         (measured(profile=profile(backward_s=1.1)), "exceeds micro_s"),
     ],
 )
-def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
-    tmp_path: Path, data: Any, words: str
-) -> None:
+def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(tmp_path: Path, data, words) -> None:
     path = tmp_path / "it.json"
     if data is not None:
         path.write_text(data if isinstance(data, str) else json.dumps(data))
@@ -116,10 +103,13 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
     """AdamW reads four and writes three fp32 numbers a parameter, at the memory's speed, once a step."""
     found = source_of_rate("bert-large", 580, 256, accumulation, "A100-80G")
     speed = hardware()["gpus"]["A100-80G"]["memory_gb_s"] * 1e9 * constant("memory_reach")
-    parameters = num_parameters(MODELS["bert-large"], 512)
+    parameters = num_parameters(scaling.MODELS["bert-large"], 512)
     assert found.profile.optimizer_s == pytest.approx(parameters * (4 + 3) * 4 / speed)
     assert sum(g.bytes for g in found.profile.gradients) == pytest.approx(4 * parameters)
     assert plan(found, 1).rows[0].tokens_per_s == pytest.approx(580 * 128)
+
+
+RATE = ("--model", "--seq-per-s", "--micro", "--gpu")
 
 
 @pytest.mark.parametrize(
@@ -132,11 +122,7 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
         (None, ("bert-large", 1e9, 1, "T4-16G"), {"--seq-per-s": "out_of_range"}),
         (None, ("bert-base", 1e9, 1, None), {"--seq-per-s": "out_of_range"}),
         (None, ("bert-base", math.nan, 1, "T4-16G"), {"--seq-per-s": "out_of_range"}),
-        (
-            Path("it.json"),
-            ("bert-base", 1.0, 8, "T4-16G"),
-            dict.fromkeys(("--model", "--seq-per-s", "--micro", "--gpu"), "conflict"),
-        ),
+        (Path("it.json"), ("bert-base", 1.0, 8, "T4-16G"), dict.fromkeys(RATE, "conflict")),
     ],
 )
 def test_an_impossible_rate_is_refused(path: Path | None, options: Any, refused: dict[str, str]) -> None:
@@ -160,7 +146,7 @@ def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_belo
     """Beyond the most that were measured the curve of the most; ranks slow each other within a node alone,
     and --link takes the place of all curves."""
     curves = {n: AllReduceCurve(n, {1e6: 1e-3}) for n in (2, 8)}
-    found = PlanSource(BASE.profile, curves=curves, slowdowns={2: 1.1, 8: 1.4})
+    found = scaling.PlanSource(BASE.profile, curves=curves, slowdowns={2: 1.1, 8: 1.4})
     for ranks, over, slowdown in ((2, 2, 1.1), (4, 8, 1.1), (8, 8, 1.4), (16, 8, 1.4)):
         scenario = scenario_of(found, PlanSpec(gpus=(16,)), ranks)
         assert (scenario.fabric.curve, scenario.slowdown) == (curves[over], slowdown)
@@ -177,7 +163,7 @@ def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
 
 def test_mfu_is_of_the_peak_of_the_device() -> None:
     one, two = plan(LARGE, 1, 2, link="nvlink3").rows
-    flops = flops_per_token(MODELS["bert-large"], 128, 0.15)
+    flops = flops_per_token(scaling.MODELS["bert-large"], 128, 0.15)
     assert one.mfu == pytest.approx(580 * 128 * flops / 312e12)
     assert two.mfu == pytest.approx(one.mfu * two.efficiency)
     assert (BASE.profile.precision, BASE.peak_flops) == ("fp16", 125e12)
@@ -233,7 +219,7 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
     bounded = plan(LARGE, 8, link="nvlink4")
     bound, best = bounded.rows[0].levers[:2]
     assert bound.lever == "no stragglers"  # is no setting
-    shown_best = plan_page(bounded).sections[0].tables[0].rows[0].cells[-1]
+    shown_best = scaling.plan_page(bounded).sections[0].tables[0].rows[0].cells[-1]
     assert shown_best.text == f"{100 * best.gain:+.1f} % {best.lever}"
 
 
@@ -243,7 +229,7 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
 )
 def test_bounds_never_lose(engine: str, link: str, bucket: float) -> None:
     scenario = scenario_of(BASE, PlanSpec(gpus=(8,), link=link, gpus_per_node=8, engine=engine), 8)
-    found = levers(BASE.profile, dataclasses.replace(scenario, bucket_bytes=bucket))
+    found = scaling.levers(BASE.profile, dataclasses.replace(scenario, bucket_bytes=bucket))
     assert all(lever.gain >= 0 for lever in found if lever.bound)
 
 
@@ -275,7 +261,7 @@ UNMEASURED = source(links=[], cells=[])
     ],
 )
 def test_options_that_contradict_each_other_or_the_source_are_refused(
-    found: PlanSource, gpus: int, options: dict[str, Any], setting: str, kind: str
+    found: scaling.PlanSource, gpus: int, options: dict[str, Any], setting: str, kind: str
 ) -> None:
     issues = raised_issues(plan, found, gpus, **options)
     assert [(issue.setting, issue.kind) for issue in issues] == [(setting, kind)]
@@ -290,14 +276,14 @@ def test_a_cpus_profile_with_links_of_gpus_is_warned_of(device: str, link: str) 
 
 def test_a_model_is_named_or_a_configuration() -> None:
     for name, parameters in (("bert-base", 109_474_560), ("crammed-bert", 119_589_889)):
-        assert num_parameters(*find_model(name)[:2]) == parameters
-    assert raised_issues(find_model, "bert-bse")[0].setting == "--model"
+        assert num_parameters(*scaling.find_model(name)[:2]) == parameters
+    assert raised_issues(scaling.find_model, "bert-bse")[0].setting == "--model"
 
 
 def test_a_prediction_outside_its_interval_is_warned_of_first() -> None:
     predicted = plan(source(), 1, 2, 4)
     (cell,) = predicted.measured[:1]
     cells = [cell.model_copy(update={"cell": f"ddp-n{n}", "within": n == 4}) for n in (2, 4)]
-    first, *_ = plan_page(predicted.model_copy(update={"measured": cells})).verdicts
+    first, *_ = scaling.plan_page(predicted.model_copy(update={"measured": cells})).verdicts
     assert (first.level, "Do not use this" in first.text) == ("warn", True)
     assert ("ddp-n2" in first.text, "ddp-n4" in first.text) == (True, False)

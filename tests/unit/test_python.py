@@ -53,20 +53,15 @@ def test_runs_of_a_directory_are_rows_with_their_settings(tmp_path: Path) -> Non
         rows = bert_dp.runs(tmp_path)
         table = here("runs", str(tmp_path)).stdout.splitlines()
     rows = {row["run"]: row for row in rows}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "done": "done",
-        "killed": "killed",
-        "going": "running",
-    }
+    states = {"done": "done", "killed": "killed", "going": "running"}
+    assert {name: row["status"] for name, row in rows.items()} == states
     row = rows["done"]
     assert Path(row["directory"]) == done
     assert (row["heldout_loss"], row["tokens"], row["step"]) == (6.25, 819200, 100)
     assert row["optim.lr"] == read_yaml(done / "config.yaml")["optim"]["lr"]
     assert 0 <= row["age_s"] < 60
     assert all(not isinstance(value, dict) for value in row.values())
-    assert {tuple(line.split()[:2]) for line in table[1:]} == {
-        (name, row["status"]) for name, row in rows.items()
-    }
+    assert dict(line.split()[:2] for line in table[1:]) == states
     (line,) = issues_of(bert_dp.runs, tmp_path / "nowhere")
     assert line.startswith("DIR: ")
 
@@ -84,11 +79,8 @@ def test_what_a_run_is(tmp_path: Path) -> None:
     assert run.checkpoint is None  # what cannot be read is none
     assert run.report == path / "report.html"
     assert len(repr(run)) < 400 + len(str(path))
-
-
-def test_a_run_that_was_killed_and_no_run(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run")
-    (path / "summary.json").unlink()
+    for name in ("summary.json", "report.html"):
+        (path / name).unlink()
     run = bert_dp.read_run(path)
     assert (run.summary, run.report, len(run.metrics)) == (None, None, 10)
     (line,) = issues_of(bert_dp.read_run, tmp_path)

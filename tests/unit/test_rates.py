@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from bert_dp.config import Config, load_config, peak_lr
 from bert_dp.model.bert import build_model
 from bert_dp.optim import lr_factor
-from tests.helpers import CONFIGS, issues_of, make_config
-
-TINY = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 8}
+from tests.helpers import CONFIGS, TINY_MODEL, issues_of, make_config
 
 
 def value_of(equation: str) -> float:
@@ -118,16 +116,12 @@ def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> N
     one, two = (load_config(CONFIGS / f"{name}.yaml") for name in (first, second))
     assert two.run.init_from == f"runs/{first}"
     assert one.model == two.model
-    tiny = one.model.model_copy(update=TINY)
+    tiny = one.model.model_copy(update=TINY_MODEL)
     weights = build_model(tiny, 16, seed=0).state_dict()
     build_model(tiny, 64, seed=1).load_state_dict(weights)
     learned = tiny.model_copy(update={"position": "learned"})
     with pytest.raises(RuntimeError, match="position_embeddings"):
         build_model(learned, 64, seed=1).load_state_dict(build_model(learned, 16, seed=0).state_dict())
-    for same in (
-        "data.sources",
-        "data.tokenizer",
-        "data.build",
-        "run.seed",
-    ):  # the same documents are held out
+    # the same documents are held out
+    for same in ("data.sources", "data.tokenizer", "data.build", "run.seed"):
         assert attrgetter(same)(one) == attrgetter(same)(two), same

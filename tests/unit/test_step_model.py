@@ -10,20 +10,8 @@ import pytest
 
 from bert_dp.config import ModelConfig
 from bert_dp.cost import linear_parameters, num_parameters
-from launcher.plan.step_model import (
-    AllReduceCurve,
-    Fabric,
-    LinkSpec,
-    Scenario,
-    exposed_s,
-    find_link,
-    find_protocols,
-    fuse,
-    layer_gradients,
-    outlast,
-    predict,
-    slowest,
-)
+from launcher.plan import step_model
+from launcher.plan.step_model import Fabric, LinkSpec, Scenario, exposed_s, find_link, outlast, predict
 from launcher.scale.models import StepProfile
 
 MS = 1e-3
@@ -31,7 +19,7 @@ NEAR, FAR, TCP = (LinkSpec(kind, gb_s, 1.0) for kind, gb_s in (("nvlink", 100), 
 LOOP = LinkSpec("loopback", 1, 1.0)
 NODE, NODES = Fabric(4, NEAR), Fabric(4, NEAR, FAR, 2)
 REAL = Fabric(8, find_link("nvlink4"), find_link("ib-ndr"), 8)
-SIMPLE, LL128 = (find_protocols("nvlink")[name] for name in ("simple", "ll128"))
+SIMPLE, LL128 = (step_model.find_protocols("nvlink")[name] for name in ("simple", "ll128"))
 
 
 class Wire:
@@ -91,8 +79,8 @@ def test_a_collective_takes_the_fastest_protocol_of_ring_and_tree(nodes: int, si
     bus = min(450 * 0.8, 8 * 50 * 0.96 if nodes > 1 else 450) * 1e9
     share = 1.0 if kind == "rooted" else times * (ranks - 1) / ranks
     seconds = []
-    for name, inside in find_protocols("nvlink").items():
-        outside = find_protocols("net")[name]
+    for name, inside in step_model.find_protocols("nvlink").items():
+        outside = step_model.find_protocols("net")[name]
         across = times * (nodes - 1)
         latency = inside.start + (times * (ranks - 1) - across) * inside.hop + across * outside.hop
         wait = 1.9 if nodes > 1 and name == "simple" else 1.0
@@ -106,10 +94,10 @@ def test_a_collective_takes_the_fastest_protocol_of_ring_and_tree(nodes: int, si
 def test_a_protocol_needs_both_levels() -> None:
     """LL128 is not known over TCP, so even 8 bytes over 2 nodes go by the simple protocol; loopback knows no
     tree."""
-    simple = find_protocols("tcp")["simple"]
+    simple = step_model.find_protocols("tcp")["simple"]
     tree = SIMPLE.tree_start + 2 * simple.tree + 2 * 8 / (10e9 * 0.9)
     assert Fabric(1, NEAR, TCP).seconds(8, 2) == pytest.approx(tree, rel=1e-12)
-    hop = find_protocols("loopback")["simple"].hop
+    hop = step_model.find_protocols("loopback")["simple"].hop
     assert Fabric(4, LOOP).seconds(8, 4) == pytest.approx(6 * hop + 1.5 * 8 / 1e9, rel=1e-12)
     assert Fabric(1, NEAR, LOOP).seconds(8, 2) > 0
     assert Fabric(4, None, FAR).seconds(8, 8) > 0
@@ -117,7 +105,7 @@ def test_a_protocol_needs_both_levels() -> None:
 
 
 def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
-    curve = AllReduceCurve(4, {1e6: 3e-3, 4e6: 12e-3})
+    curve = step_model.AllReduceCurve(4, {1e6: 3e-3, 4e6: 12e-3})
     fabric = dataclasses.replace(NODES, curve=curve)
     bus = 2 * 3 / 4  # of the measured all-reduce
     assert fabric.seconds(1e6, 4) == pytest.approx(3e-3)
@@ -130,7 +118,7 @@ def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
 
 
 def test_between_its_points_a_curve_is_straight_in_logarithms() -> None:
-    curve = AllReduceCurve(2, {1.0: 1.0, 16.0: 32.0, 4.0: 16.0})
+    curve = step_model.AllReduceCurve(2, {1.0: 1.0, 16.0: 32.0, 4.0: 16.0})
     assert [curve.seconds(size) for size in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)] == pytest.approx(
         [1, 1, 4, 16, 16 * math.sqrt(2), 32, 64]
     )
@@ -139,7 +127,7 @@ def test_between_its_points_a_curve_is_straight_in_logarithms() -> None:
 def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
     sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "vocab_size": 512}
     model = ModelConfig(**sizes, position="learned")
-    found = layer_gradients(model, num_parameters(model, 32), 2.0, 8.0)
+    found = step_model.layer_gradients(model, num_parameters(model, 32), 2.0, 8.0)
     block = linear_parameters(model) / 3
     assert [g.ready_s for g in found] == [2.0, 4.0, 6.0, 8.0]
     assert [g.bytes / 2 for g in found] == [*[block] * 3, num_parameters(model, 32) - 3 * block]
@@ -147,10 +135,10 @@ def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
 
 def test_the_first_bucket_alone_may_be_smaller_and_none_is_empty() -> None:
     gradients = [(2.0, t) for t in (4.0, 1.0, 2.0, 3.0)]
-    assert fuse(gradients, 4.0, first=2.0) == [(2, 1), (4, 3), (2, 4)]
-    assert fuse(gradients, 4.0) == [(4, 2), (4, 4)]
-    assert fuse([*gradients, (9.0, 5.0)], 4.0)[-1] == (9, 5), "a tensor is never split"
-    assert fuse([], 4.0) == []
+    assert step_model.fuse(gradients, 4.0, first=2.0) == [(2, 1), (4, 3), (2, 4)]
+    assert step_model.fuse(gradients, 4.0) == [(4, 2), (4, 4)]
+    assert step_model.fuse([*gradients, (9.0, 5.0)], 4.0)[-1] == (9, 5), "a tensor is never split"
+    assert step_model.fuse([], 4.0) == []
 
 
 def test_a_reduction_waits_for_its_bucket_and_for_the_one_before() -> None:
@@ -202,9 +190,7 @@ def test_gradients_go_once_a_step(accumulation: int, options: dict[str, Any], se
         (3, 0.5, (14.0 + 9.5) / 2),
     ],
 )
-def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(
-    accumulation: int, gain: float, seconds: float
-) -> None:
+def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(accumulation, gain, seconds) -> None:
     scenario = ask(4, engine="fsdp", accumulation=accumulation, gain=gain)
     assert exposed_s(PROFILE, scenario) == pytest.approx(seconds)
 
@@ -248,17 +234,11 @@ def test_the_optimizer_is_divided_as_the_engine_divides_it(engine: str, ranks: i
 
 def crammed(micro_s: float = 0.1) -> StepProfile:
     """Return the estimated profile of the crammed BERT."""
-    gradients = layer_gradients(ModelConfig(), num_parameters(ModelConfig(), 128), 4.0, micro_s * 2 / 3)
-    return StepProfile(
-        micro_s=micro_s,
-        backward_s=micro_s * 2 / 3,
-        optimizer_s=0.005,
-        gradients=gradients,
-        micro_batch=128,
-        sequence_length=128,
-        num_layers=16,
-        hidden_size=768,
-    )
+    model, backward_s = ModelConfig(), micro_s * 2 / 3
+    gradients = step_model.layer_gradients(model, num_parameters(model, 128), 4.0, backward_s)
+    times = {"micro_s": micro_s, "backward_s": backward_s, "optimizer_s": 0.005}
+    sizes = {"micro_batch": 128, "sequence_length": 128, "num_layers": 16, "hidden_size": 768}
+    return StepProfile(**times, **sizes, gradients=gradients)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
@@ -275,5 +255,5 @@ def test_one_rank_is_exactly_what_was_measured_and_links_without_end_lose_nothin
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 0.564), (8, 1.424), (100, 2.508)])
 def test_the_slowest_of_many(ranks: int, expected: float) -> None:
     """The expected greatest of so many standard normals."""
-    assert slowest(ranks, 0.0) == 1
-    assert slowest(ranks, 1.0) - 1 == pytest.approx(expected, abs=0.03 if ranks > 1 else 0)
+    assert step_model.slowest(ranks, 0.0) == 1
+    assert step_model.slowest(ranks, 1.0) - 1 == pytest.approx(expected, abs=0.03 if ranks > 1 else 0)

@@ -102,9 +102,7 @@ def repeated(rates: dict[int, float], spread: float, times: int = 4) -> dict[int
         ({4: 80.0}, 4, 4),
     ],
 )
-def test_the_smallest_size_within_three_percent_is_chosen(
-    rates: dict[int, float], chosen: int, fastest: int
-) -> None:
+def test_the_smallest_size_within_three_percent_is_chosen(rates, chosen, fastest) -> None:
     assert throughput.choose_size(repeated(rates, 1e-4))[:2] == (chosen, fastest)
 
 

@@ -16,6 +16,7 @@ from launcher import results
 from launcher.job import Job, VerbOptions
 from launcher.log import Log
 from launcher.machine import environment
+from launcher.run.restarts import RunOptions
 from launcher.run.trials import PARTS, Runner, SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed
 from launcher.tune import PLAN, batch
 from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
@@ -26,29 +27,24 @@ from tests.helpers import failed, make_config
 from tests.states import FACTS
 
 SETTINGS = [item for item in TINY if "micro_size" not in item]
-OPTIONS = BatchOptions("2", 60.0, 1.0, "torchrun")
 
 
-def config(global_size: int = 64, **batch: Any) -> Config:
-    return make_config("precision=fp32", batch={"global_size": global_size, "micro_size": 1, **batch})
+def config(global_size: int = 64) -> Config:
+    return make_config("precision=fp32", batch={"global_size": global_size, "micro_size": 1})
 
 
 def spec_of(asked: Config, budget_s: float = 60.0, launcher: str = "torchrun", **changes: Any) -> Any:
     """On two CPU ranks of 1 GiB each."""
-    options = dataclasses.replace(OPTIONS, budget_s=budget_s, launcher=launcher)
+    options = BatchOptions("2", budget_s, 1.0, launcher)
     return dataclasses.replace(BatchSearchSpec(asked, options, 2, (1, 2), 1.0, False, "fp32"), **changes)
-
-
-def job_of(asked: Config) -> Job:
-    here = dataclasses.replace(environment.probe(), gpus=[], memory_available_gib=16.0, memory_limit_gib=None)
-    return Job("tiny", asked, here)
 
 
 @pytest.mark.parametrize(("memory_gib", "limit"), [(3.0, 3.0), (None, 8.0)])
 def test_a_rank_may_use_what_is_asked_or_its_share(memory_gib: float | None, limit: float) -> None:
+    here = dataclasses.replace(environment.probe(), gpus=[], memory_available_gib=16.0, memory_limit_gib=None)
     for nproc in ("2", "auto"):
         options = BatchOptions(nproc, 90.0, memory_gib, "accelerate")
-        spec = batch.search_spec(job_of(config(64)), options)
+        spec = batch.search_spec(Job("tiny", config(), here), options)
         assert (spec.ranks, spec.sizes, spec.limit_gib) == (2, (1, 2, 4, 8, 16, 32), limit)
         assert (spec.on_gpu, spec.precision) == (False, "fp32")
         settings = {"nproc": 2, "budget_s": 90.0, "memory_gib": memory_gib, "launcher": "accelerate"}
@@ -83,12 +79,10 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     (tmp_path / "auto.yaml").write_text("batch: {micro_size: auto}\n")
     settings = [f"data.path={shards}", "run.device=cpu", *SETTINGS]
 
-    def resolve(*more: str, run_dir: Path | None = None, **options: Any) -> tuple[list[str], int, str]:
-        given = {"nproc": "2", "resume": "auto", "launcher": "accelerate", "dry_run": False, **options}
-        words = [*settings, *more]
-        overrides, code = batch.resolve_auto_batch(
-            str(tmp_path / "auto.yaml"), words, run_dir=run_dir, console=Console(width=200), **given
-        )
+    def resolve(*more: str, **changes: Any) -> tuple[list[str], int, str]:
+        run = RunOptions("2", **{"launcher": "accelerate", **changes})
+        name, console = str(tmp_path / "auto.yaml"), Console(width=200)
+        overrides, code = batch.resolve_auto_batch(name, [*settings, *more], run, console)
         return overrides, code, capsys.readouterr().out
 
     assert resolve(dry_run=True)[:2] == ([*settings, "batch.micro_size=1"], 0)
@@ -122,18 +116,21 @@ class MadeRunner(Runner):
     """
 
     noise_batch: tuple[int, int] | None = None
+    speedup = 0  # power of the micro batch in the speed of a step
+    lost = (1000, "", "")  # least micro batch that is lost, the kind of failure, the status
 
     def run_one(self, trial: Trial) -> TrialOutcome:
         batch, steps = trial.config.batch, trial.config.schedule.steps or 0
-        step_s = self.step_s(trial)
-        shares = dict.fromkeys(PARTS, 1.0) | {"data_wait_s": 0.0, "forward_backward_s": 0.8}
+        least, kind, status = self.lost
         (trial.directory / "steps").mkdir(parents=True, exist_ok=True)
+        if batch.micro_size >= least:
+            files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", kind))
+            return TrialOutcome(status, 1.0)
+        step_s = (0.01 + 0.01 * batch.global_size / trial.ranks) / batch.micro_size**self.speedup
+        shares = dict.fromkeys(PARTS, 1.0) | {"data_wait_s": 0.0, "forward_backward_s": 0.8}
         for rank in range(trial.ranks):
-            line = {
-                "step": steps,
-                **{name: [share * step_s] * steps for name, share in shares.items()},
-                "peak_memory_gib": made_gib(batch.micro_size, rank),
-            }
+            times = {name: [share * step_s] * steps for name, share in shares.items()}
+            line = {"step": steps, **times, "peak_memory_gib": made_gib(batch.micro_size, rank)}
             (trial.directory / "steps" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
         if trial.name == "noise":
             assert trial.config.log.noise_scale
@@ -142,32 +139,21 @@ class MadeRunner(Runner):
             files.write_json(trial.directory / "summary.json", {"status": "done", "noise_scale": estimate})
         return TrialOutcome("ok", 1.0)
 
-    def step_s(self, trial: Trial) -> float:
-        return 0.01 + 0.01 * trial.config.batch.global_size / trial.ranks
-
 
 class PreferringRunner(MadeRunner):
     """The largest micro batch is by far the fastest."""
 
-    def step_s(self, trial: Trial) -> float:
-        return super().step_s(trial) / trial.config.batch.micro_size
+    speedup = 1
 
 
 class LosingRunner(MadeRunner):
     """Micro batches of 10 sequences and more are out of memory."""
 
-    least, kind, status = 10, "device_memory", "oom"
-
-    def run_one(self, trial: Trial) -> TrialOutcome:
-        ended = super().run_one(trial)
-        if trial.config.batch.micro_size < self.least:
-            return ended
-        files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", self.kind))
-        return TrialOutcome(self.status, 1.0)
+    lost = (10, "device_memory", "oom")
 
 
-class FailingRunner(LosingRunner):
-    least, kind, status = 0, "error", "failed"
+class FailingRunner(MadeRunner):
+    lost = (0, "error", "failed")
 
 
 def runner(kind: type[Runner], out: Path) -> Any:
@@ -178,16 +164,13 @@ def made_gib(micro: int, rank: int) -> float:
     return 0.5 + 0.02 * micro + 0.4 * rank
 
 
-ENDING = SearchOutcome("complete")
-
-
 def searched(runs: Runner, log: Log = print, **changes: Any) -> TuneBatch:
     """Return tune.json of a search on two ranks of 1.6 GiB."""
     plain = {"sizes": (1, 2, 4, 8, 16, 32), "budget_s": 600.0, "limit_gib": 1.6}
-    spec = spec_of(config(64), **{**plain, **changes})
+    spec = spec_of(config(), **{**plain, **changes})
     search = BatchSearch(spec, runs, log)
     search.run()
-    return search.result(ENDING, {})
+    return search.result(SearchOutcome("complete"), {})
 
 
 def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
@@ -208,9 +191,7 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     ("budget_s", "limited_by", "sizes"),
     [(60.0, "memory", [1, 2, 4, 8, 16]), (12.0, "memory", [4, 8, 16]), (4.0, "budget", [1, 2, 4])],
 )
-def test_a_search_keeps_to_its_budget(
-    tmp_path: Path, budget_s: float, limited_by: str, sizes: list[int]
-) -> None:
+def test_a_search_keeps_to_its_budget(tmp_path: Path, budget_s, limited_by, sizes) -> None:
     said: list[str] = []
     tune = searched(runner(MadeRunner, tmp_path), said.append, budget_s=budget_s)
     assert tune.choice.limited_by == limited_by
@@ -223,9 +204,7 @@ def test_a_search_keeps_to_its_budget(
 
 
 @pytest.mark.parametrize(("budget_s", "timed"), [(1.9, 2), (1.0, 1), (0.5, 0)])
-def test_no_trial_starts_after_one_and_a_quarter_of_the_budget(
-    tmp_path: Path, budget_s: float, timed: int
-) -> None:
+def test_no_trial_starts_after_one_and_a_quarter_of_the_budget(tmp_path: Path, budget_s, timed) -> None:
     """A trial takes a second: one for the memory, which is timed itself if there is no time for another."""
     said = list[str]()
     tune = searched(runner(MadeRunner, tmp_path), said.append, budget_s=budget_s)
@@ -236,9 +215,7 @@ def test_no_trial_starts_after_one_and_a_quarter_of_the_budget(
 
 
 @pytest.mark.parametrize(("ranks", "most", "micro"), [(2, 32, 32), (1, 64, 32), (1, 32, 32)])
-def test_two_batches_are_compared_for_the_noise_scale(
-    tmp_path: Path, ranks: int, most: int, micro: int
-) -> None:
+def test_two_batches_are_compared_for_the_noise_scale(tmp_path: Path, ranks, most, micro) -> None:
     """One replica that takes the declared batch at once measures it at the next smaller micro batch."""
     sizes, runs = tuple(2**k for k in range(most.bit_length())), runner(PreferringRunner, tmp_path)
     tune = searched(runs, ranks=ranks, sizes=sizes, limit_gib=None)
@@ -256,7 +233,7 @@ def test_the_result_says_what_was_searched_and_how_it_ended(
     monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     made = runner(kind, tmp_path)
     monkeypatch.setattr(batch.trials, "runner", lambda *_, **options: contextlib.nullcontext(made))
-    asked = config(64).model_copy(update={"parallel": config().parallel.model_copy(update={"tensor": 2})})
+    asked = config().model_copy(update={"parallel": config().parallel.model_copy(update={"tensor": 2})})
     two = spec_of(asked, limit_gib=2.0, budget_s=500.0)
     tune, exit_code = batch.measure(two, batch.output_of(two, tmp_path), print)
     assert (tune.status, exit_code) == (status, code)
@@ -363,7 +340,5 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
         ({"choice": tune_fixture.batch()["choice"]}, 50.0, True),  # memory was not what bounded it
     ],
 )
-def test_a_cached_choice_holds_while_it_fits_and_no_more_would(
-    changes: dict[str, Any], limit_gib: float | None, holds: bool
-) -> None:
+def test_a_cached_choice_holds_while_it_fits_and_no_more_would(changes, limit_gib, holds) -> None:
     assert batch.still_holds(found(**changes), limit_gib) == holds

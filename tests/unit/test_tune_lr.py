@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,10 +38,11 @@ Surface = Callable[[Config], float | str]
 Run = Callable[..., "Searched"]
 
 
-@pytest.fixture(autouse=True)
-def data_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def data_is_there() -> Iterator[None]:
     """No process is started for it."""
-    monkeypatch.setattr("launcher.job.prepare_data", lambda config: Path(config.data.path))
+    with mock.patch("launcher.job.prepare_data", lambda config: Path(config.data.path)):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +50,15 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
-def make(shards: Path, *overrides: str) -> Config:
-    return load_config(None, [*TINY, f"data.path={shards}", f"schedule.steps={STEPS}", *overrides])
+def make(shards: Path, *overrides: str, budget: str = f"steps={STEPS}") -> Config:
+    items = [item for item in TINY if not item.startswith("schedule")]
+    return load_config(None, [*items, f"data.path={shards}", f"schedule.{budget}", *overrides])
 
 
 class MadeRunner(WritingRunner):
     """Each trial ends as `surface` says."""
 
-    def __init__(self, out: Path, surface: Surface, limit: float):
-        super().__init__(out, limit)
-        self.surface = surface
+    surface: Surface
 
     def write(self, trial: Trial) -> None:
         directory, config = trial.directory, trial.config
@@ -73,13 +73,9 @@ class MadeRunner(WritingRunner):
                 line = {"step": k + 1, "lr": rate, "loss": loss, "skipped_steps": 0}
                 files.append_line(directory / "metrics.jsonl", line)
         loss = self.surface(config)
-        facts: dict[str, Any] = {
-            "status": "done",
-            "heldout_loss": loss,
-            "tokens": tokens,
-            "tokens_per_s": TOKENS_PER_S,
-            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / TOKENS_PER_S, "eval": 0.5},
-        }
+        time_s = {"setup": 1.0, "compile": 1.0, "train": tokens / TOKENS_PER_S, "eval": 0.5}
+        facts: dict[str, Any] = {"status": "done", "heldout_loss": loss, "tokens": tokens}
+        facts |= {"tokens_per_s": TOKENS_PER_S, "time_s": time_s}
         if isinstance(loss, str):
             kind = "host_memory" if loss == "oom" else "not_finite" if "not finite" in loss else "error"
             facts |= {"heldout_loss": None, **failed(loss, kind)}
@@ -114,7 +110,8 @@ def search(
     limit: float = math.inf,
 ) -> Searched:
     out.mkdir(exist_ok=True)
-    made = MadeRunner(out, surface, limit)
+    made = MadeRunner(out, limit)
+    made.surface = surface
     output = search_output(out, config, results.plain(settings))
     slots = [Slot(cores=(k,)) for k in range(2)]
     with (
@@ -138,10 +135,8 @@ def run(shards: Path, tmp_path: Path) -> Run:
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """A search of the valley to its end, in a budget that is large enough."""
-    with mock.patch("launcher.job.prepare_data", lambda config: Path(config.data.path)):
-        return search(
-            make(shards), tmp_path_factory.mktemp("whole") / "out", settings=LrOptions(budget_s=1e6)
-        )
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return search(make(shards), out, settings=LrOptions(budget_s=1e6))
 
 
 def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Searched, shards: Path) -> None:
@@ -208,13 +203,8 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert run().ran == []
 
 
-def other_budget(shards: Path, budget: str) -> Config:
-    items = [item for item in TINY if not item.startswith("schedule")]
-    return load_config(None, [*items, f"data.path={shards}", budget])
-
-
 def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: Path) -> None:
-    config = other_budget(shards, "schedule.hours=0.01")
+    config = make(shards, budget="hours=0.01")
     assert lr.full_tokens(config) is None
     for count in (11, 0):  # trials of the first call, and of the second
         result = search(config, tmp_path)
@@ -224,7 +214,7 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
 
 @pytest.mark.parametrize("unit", ["dollars", "kwh"])
 def test_dollars_and_kwh_need_the_tokens_of_a_whole_run(shards: Path, unit: str) -> None:
-    config = other_budget(shards, f"schedule.{unit}=0.01")
+    config = make(shards, budget=f"{unit}=0.01")
     (issue,) = lr.length_issues(config, LrOptions())
     assert (issue.setting, issue.kind, issue.other) == ("--tokens", "missing", f"schedule.{unit}")
     assert lr.length_issues(config, LrOptions(tokens=10**6)) == []
@@ -232,7 +222,7 @@ def test_dollars_and_kwh_need_the_tokens_of_a_whole_run(shards: Path, unit: str)
 
 
 def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
-    tune = search(other_budget(shards, "schedule.epochs=20"), tmp_path).tune
+    tune = search(make(shards, budget="epochs=20"), tmp_path).tune
     samples, length = 20 * 96, 16  # of the training set
     assert tune.tokens == tune.rungs[1].tokens == samples * length
 
@@ -252,14 +242,10 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
         ("tokens=1e9", LrOptions(), 1, "as long as 7.6 runs of 1 G tokens, "),
     ],
 )
-def test_a_dry_run_says_how_long_the_search_takes(
-    shards: Path, budget: str, options: LrOptions, gpus: int, told: str
-) -> None:
+def test_a_dry_run_says_how_long_the_search_takes(shards: Path, budget, options, gpus, told) -> None:
     cards = tuple(environment.Gpu(k, "NVIDIA H100 80GB HBM3", 79.0, None) for k in range(gpus))
     here = dataclasses.replace(environment.probe(), gpus=cards, affinity_cores=2, cpu_quota_cores=None)
-    text = lr.length_text(
-        job.Job("q", other_budget(shards, f"schedule.{budget}"), here), options, 1, speed_here
-    )
+    text = lr.length_text(job.Job("q", make(shards, budget=budget), here), options, 1, speed_here)
     assert told in text
     assert ("(" in text) == bool(gpus), "an interval"
 
@@ -328,15 +314,11 @@ def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> No
     assert peak_lr(lr.tuned_config(automatic, 0.003)).value == 0.003
 
 
-def of_gpus(*names: str) -> Slot:
-    return Slot(gpus=names)
-
-
 @pytest.mark.parametrize(
     ("visible", "ranks", "gpus", "cores", "most", "slots"),
     [
-        (None, 2, 5, 64, 9, [of_gpus("0", "1"), of_gpus("2", "3")]),
-        ("3,GPU-ab, 1", 1, 3, 64, 9, [of_gpus("3"), of_gpus("GPU-ab"), of_gpus("1")]),
+        (None, 2, 5, 64, 9, [Slot(gpus=("0", "1")), Slot(gpus=("2", "3"))]),
+        ("3,GPU-ab, 1", 1, 3, 64, 9, [Slot(gpus=(name,)) for name in ("3", "GPU-ab", "1")]),
         (None, 1, 0, 8, 3, [Slot((0, 1)), Slot((2, 3)), Slot((4, 5))]),  # more cores than trials
         (None, 2, 0, 4, 9, [Slot((0, 1, 2, 3)), Slot((4, 5, 6, 7))]),
         (None, 16, 0, 8, 9, [Slot(tuple(range(8)))]),
@@ -381,19 +363,17 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
         (LrOptions(), ("optim.name=muon", "parallel.engine=fsdp"), "optim.name", "conflict"),
     ],
 )
-def test_what_cannot_be_searched(
-    shards: Path, tmp_path: Path, options: LrOptions, overrides: tuple[str, ...], setting: str, kind: str
-) -> None:
+def test_what_cannot_be_searched(shards: Path, tmp_path: Path, options, overrides, setting, kind) -> None:
     (issue,) = raised_issues(verb, shards, tmp_path, options, *overrides, dry_run=True)
     assert (issue.setting, issue.kind) == (setting, kind)
     assert setting != "--tokens" or issue.value == 7 * STEP
 
 
-@pytest.mark.parametrize("budget", ["schedule.epochs=0.0001", "schedule.hours=1e-5"])
+@pytest.mark.parametrize("budget", ["epochs=0.0001", "hours=1e-5"])
 def test_too_short_runs_are_refused_when_the_data_and_the_speed_are_known(
     shards: Path, tmp_path: Path, budget: str
 ) -> None:
-    (issue,) = raised_issues(search, other_budget(shards, budget), tmp_path / "out")
+    (issue,) = raised_issues(search, make(shards, budget=budget), tmp_path / "out")
     assert (issue.setting, issue.kind) == ("schedule", "out_of_range")
     if "epochs" in budget:
         assert list((tmp_path / "out").iterdir()) == [], "with more epochs the same directory will do"
