@@ -1,12 +1,10 @@
 """Read manifest.json of shards and examples.json of labelled examples; compare them with a configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -149,7 +147,7 @@ class Manifest(HashedFile):
         yield from self.held_out.shards
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Manifest:
+    def _agrees_with_itself(self) -> Self:
         issues = []
         if not (self.train.sequences and self.train.documents):
             issues.append("train: has no sequences")
@@ -363,7 +361,7 @@ class ExamplesManifest(HashedFile):
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> ExamplesManifest:
+    def _agrees_with_itself(self) -> Self:
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
         names, too_large = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
         if TRAIN not in self.splits:

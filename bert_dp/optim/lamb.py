@@ -2,8 +2,6 @@
 root, and the trust ratio ||w|| / ||u|| over a whole tensor, only for tensors with weight decay. The engine
 clips by the global norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +15,7 @@ from bert_dp.optim import Named, Optimizer, parameter_groups
 Tensors = list[Tensor]
 
 
-def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Lamb:
+def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Optimizer:
     """Build LAMB; see `bert_dp.optim.make_optimizer`."""
     groups = parameter_groups(named, config.weight_decay, model.is_decayed)
     return Lamb(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, compiled=compiled)

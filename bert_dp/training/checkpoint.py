@@ -7,8 +7,6 @@ the newest checkpoint that passes verification. Rank 0 writes in a background th
 (safetensors since 0.8, SHA-256, fsync, the search for NaN) release Python's GIL.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -23,7 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -75,7 +73,7 @@ class TrainState:
     """Failure that requires the run to end."""
 
     @classmethod
-    def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
+    def from_checkpoint(cls, facts: CheckpointFacts) -> Self:
         """Return the state for resuming from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
