@@ -10,19 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from bert_dp.config import schema
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, engine_facts, optimizer_facts, sharded
 from bert_dp.config.errors import ConfigError, Issue
-from bert_dp.config.schema import (
-    FREE_FROM_WEIGHTS,
-    FREE_ON_RESUME,
-    Config,
-    FinetuneConfig,
-    ModelConfig,
-    OnlyWith,
-    all_settings,
-    divisors,
-    nearest_divisors,
-)
+from bert_dp.config.schema import Config, FinetuneConfig, ModelConfig, OnlyWith, divisors, nearest_divisors
 
 Kind = Literal["mlm", "classifier", "encoder"]
 """Exported model: with the masked-token head, with the classification head, or without a head."""
@@ -200,7 +191,7 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
         "optim": ("optim.name", optim.name, optimizer_facts(optim.name).settings, OPTIMIZERS),
     }
     issues: list[Issue] = []
-    for path, field, marks in all_settings():
+    for path, field, marks in schema.all_settings():
         section, _, name = path.rpartition(".")
         given = (value_at(config, section) if section else config).model_fields_set
         if name not in given or value_at(config, path) == field.default:
@@ -229,7 +220,7 @@ def _yaml_word(value: object) -> str:
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that differ from a saved configuration but may not change when its run resumes."""
-    free = {path for path, _, marks in all_settings() if FREE_ON_RESUME in marks}
+    free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
@@ -253,8 +244,8 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing.
     """
     before, after = flat(old), flat(new.model_dump(mode="json"))
-    of_model = [(path, marks) for path, _, marks in all_settings() if path.startswith("model.")]
-    fixed = [path for path, marks in of_model if FREE_FROM_WEIGHTS not in marks]
+    of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
+    fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]
     if new.model.position == "learned" and new.model.max_positions is None:
         fixed.append("data.sequence_length")
     if new.run.init_keeps == "moments":

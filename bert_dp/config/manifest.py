@@ -8,18 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.errors import (
-    MAX_JSON_BYTES,
-    ConfigError,
-    Count,
-    Issue,
-    IssueKind,
-    Sha256,
-    StoredModel,
-    read_regular,
-    refusing,
-    sha256,
-)
+from bert_dp.config import errors
+from bert_dp.config.errors import ConfigError, Count, Issue, IssueKind, Sha256, StoredModel
 from bert_dp.config.schema import MAX_VOCAB_SIZE, BuildConfig, Config, LabelKind
 
 TOKEN_BYTES = 2
@@ -237,7 +227,7 @@ def read_manifest(directory: Path) -> Manifest:
         actual: int | str = "no such file"
         try:
             if file.is_file():
-                actual = file.stat().st_size if isinstance(expected, int) else sha256(file)
+                actual = file.stat().st_size if isinstance(expected, int) else errors.sha256(file)
         except OSError as error:
             actual = str(error.strerror)
         if actual != expected:
@@ -254,8 +244,8 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
     """Read the model's file in a directory; check its format, version, hash and content. Raises ConfigError
     with the expected and actual values."""
     path = directory / model.file_name
-    with refusing(str(path), hint=model.hint):
-        content = json.loads(read_regular(path, MAX_JSON_BYTES))
+    with errors.refusing(str(path), hint=model.hint):
+        content = json.loads(errors.read_regular(path, errors.MAX_JSON_BYTES))
         if not isinstance(content, dict):
             raise ValueError("is not a JSON object")
         format, version = format_of(model)

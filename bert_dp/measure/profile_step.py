@@ -32,18 +32,10 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
+    layout, comm = batch_layout(config, 1), HostCollectives(ALONE, None)
     task = tasks.make_task(config, device)
-    rank = Rank(
-        config=config,
-        layout=batch_layout(config, 1),
-        run_dir=work,
-        comm=HostCollectives(ALONE, None),
-        device=device,
-        task=task,
-        data=task.open_data(),
-        heartbeat=HeartbeatWriter(work / "heartbeats" / "rank-0"),
-        signals=Signals(),
-    )
+    heartbeat = HeartbeatWriter(work / "heartbeats" / "rank-0")
+    rank = Rank(config, layout, work, comm, device, task, task.open_data(), heartbeat, Signals())
     trainer, *_ = build.build_trainer(rank)
     try:
         yield trainer

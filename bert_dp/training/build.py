@@ -24,17 +24,9 @@ from bert_dp.files import CheckpointFacts
 from bert_dp.model.load import first_state, prepare_model
 from bert_dp.optim import Named
 from bert_dp.tasks import DatasetInfo, Stream
-from bert_dp.training import checkpoint
+from bert_dp.training import checkpoint, devices
 from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
-from bert_dp.training.devices import (
-    Placement,
-    Precision,
-    allow_tf32,
-    device_name,
-    format_cores,
-    has_bf16,
-    precision_of,
-)
+from bert_dp.training.devices import Placement, Precision, device_name
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Meter, sample_communication
@@ -111,13 +103,13 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
         config.precision,
         [config.parallel.engine],
         on_gpu=rank.device.type == "cuda",
-        has_bf16=bool(rank.comm.all_gather([has_bf16(rank.device)]).all()),
+        has_bf16=bool(rank.comm.all_gather([devices.has_bf16(rank.device)]).all()),
         kept=resumed.facts.precision if resumed else None,
     )
     name = rank.comm.broadcast(chosen)
     if issues := residual_issues(config, name):
         raise ConfigError(issues)
-    return precision_of(name)
+    return devices.precision_of(name)
 
 
 def build_trainer(
@@ -127,7 +119,7 @@ def build_trainer(
     `plan`: steps to profile. Raises ConfigError for a checkpoint of another model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
-    allow_tf32(precision, device)
+    devices.allow_tf32(precision, device)
     state = TrainState.from_checkpoint(resumed.facts) if resumed else TrainState()
     bare, compiled = prepare_model(rank, precision)
     num_parameters = sum(p.numel() for p in bare.parameters())
@@ -265,7 +257,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
-        "cores": [format_cores(share) for share in placed.shares],  # for each rank on rank 0's node
+        "cores": [devices.format_cores(share) for share in placed.shares],  # for each rank on rank 0's node
         "config_hash": trainer.config.hash(),
         "code": trainer.metadata["code"],
         "precision": trainer.precision.name,

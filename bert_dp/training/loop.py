@@ -26,11 +26,11 @@ from bert_dp.training.checkpoint import AsyncCheckpointer, SaveTimer, TrainState
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
-from bert_dp.training.process import HeartbeatWriter, LogErrors, Records, Signals
+from bert_dp.training.process import HeartbeatWriter, Records, Signals
 from bert_dp.training.profiler import StepTrace
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Rank:
     """Context of one rank after the rendezvous, before it builds anything."""
 
@@ -43,7 +43,6 @@ class Rank:
     data: DatasetInfo
     heartbeat: HeartbeatWriter
     signals: Signals
-    log_errors: LogErrors = dataclasses.field(default_factory=LogErrors)
 
     def log_rank0(self, text: str) -> None:
         """Write a line to rank 0's log, which the launcher shows. Does nothing on other ranks."""

@@ -70,34 +70,29 @@ def gc_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-class LogErrors:
-    """Count this process's failed writes of its log, for summary.json."""
-
-    def __init__(self) -> None:
-        self.failed_writes = 0
-
-
 class TolerantFile(io.FileIO):
     """Write to an open file descriptor; count and discard failed writes."""
 
-    def __init__(self, descriptor: int, errors: LogErrors):
+    failed_writes = 0
+    """Failed writes of this process's log, for summary.json."""
+
+    def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
-        self._errors = errors
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
             written: int | None = super().write(data)
             if written is not None:  # None: a full pipe that does not block
                 return written
-        self._errors.failed_writes += 1
+        TolerantFile.failed_writes += 1
         return len(data)
 
 
 class LogStream(io.TextIOWrapper):
     """Write text to a descriptor: mask secrets, flush after each line, raise no OSError."""
 
-    def __init__(self, descriptor: int, errors: LogErrors):
-        raw = io.BufferedWriter(TolerantFile(descriptor, errors))
+    def __init__(self, descriptor: int):
+        raw = io.BufferedWriter(TolerantFile(descriptor))
         super().__init__(raw, "utf-8", "backslashreplace", line_buffering=True)
         self._secrets = files.secret_values(os.environ)
 
@@ -125,15 +120,15 @@ class Records:
                 self._log(f"warning: could not write step {line['step']} to {name}: {error}")
 
 
-def redirect_output(rank: int, errors: LogErrors) -> None:
+def redirect_output(rank: int) -> None:
     """Append all output of this process to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a separator
     line if an earlier process wrote there; append stacks on SIGUSR2 to rank-N.stack. Counts failed writes."""
-    sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
-            errors.failed_writes += 1
+            TolerantFile.failed_writes += 1
         else:
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -21,7 +21,7 @@ from bert_dp.config.schema import METERED
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
 from bert_dp.training import process
 from bert_dp.training.follower import Follower
-from bert_dp.training.process import LogErrors, Signals, World
+from bert_dp.training.process import Signals, World
 
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
@@ -48,13 +48,12 @@ def main(
     except ConfigError as error:
         sys.stderr.write(files.printable(f"error: {error}\n"))
         return 2
-    log_errors = LogErrors()
-    process.redirect_output(world.rank, log_errors)
+    process.redirect_output(world.rank)
     process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
     with contextlib.ExitStack() as at_end:  # closed after an error has been recorded
         try:
-            run(arguments, world, signals, log_errors, make_task, at_end, standalone=standalone)
+            run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
             process.record_error(world.rank, error)
             return 2 if isinstance(error, ConfigError) else 1
@@ -78,7 +77,6 @@ def run(
     arguments: argparse.Namespace,
     world: World,
     signals: Signals,
-    log_errors: LogErrors,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
     *,
@@ -137,25 +135,14 @@ def run(
     heartbeat.on_silence(config.run.hang_after_s / 2, report)
     heartbeat.progress()
     build.check_same_data(comm, data)
-    rank = Rank(
-        config=config,
-        layout=layout,
-        run_dir=run_dir,
-        comm=comm,
-        device=device,
-        task=task,
-        data=data,
-        heartbeat=heartbeat,
-        signals=signals,
-        log_errors=log_errors,
-    )
+    rank = Rank(config, layout, run_dir, comm, device, task, data, heartbeat, signals)
     resumed = build.select_checkpoint(rank, arguments.resume)
     if standalone:  # all checks have passed: from here on the run writes files
         if follower is not None:
             follower.start(config)
         comm.barrier()
         os.environ[files.LOG_DIR] = str(run_dir / "logs")
-        process.redirect_output(world.rank, log_errors)
+        process.redirect_output(world.rank)
     heartbeat.progress()
     trainer, state, tensors = build.build_trainer(rank, resumed, plan)
     at_end.callback(trainer.checkpointer.close)  # complete a pending checkpoint after an error

@@ -169,7 +169,7 @@ def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: p
     """By the ranks, which alone can ask a GPU."""
     config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
     for native in (True, False):
-        monkeypatch.setattr(build, "has_bf16", lambda _, native=native: native)
+        monkeypatch.setattr(build.devices, "has_bf16", lambda _, native=native: native)
         if native:
             with lone_trainer(config, tmp_path) as trainer:
                 assert trainer.precision.name == "bf16"

@@ -34,7 +34,7 @@ from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
-from bert_dp.training.process import Signals, World, gc_paused
+from bert_dp.training.process import Signals, TolerantFile, World, gc_paused
 from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
 from tests.ranks import OneOf
 
@@ -535,9 +535,8 @@ def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch:
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
     trainer.checkpointer.stall_s, trainer.checkpointer.failed_saves = 4.5, 3  # type: ignore[misc]
     state.loss_spikes, state.skipped_steps = 2, 1
-    writers: Any = (trainer.log_errors, trainer.records, trainer.checkpointer, trainer.trace)
-    for i, writer in enumerate(writers):
-        writer.failed_writes = 10 ** (i + 1)
+    for i, writer in enumerate((TolerantFile, trainer.records, trainer.checkpointer, trainer.trace), 1):
+        monkeypatch.setattr(writer, "failed_writes", 10**i)
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)

@@ -101,8 +101,8 @@ def test_the_log_of_a_rank_holds_no_secret(tmp_path: Path) -> None:
     """Printed, raised, logged or warned of: the stream masks it before it is written."""
     script = (
         "import logging, os, sys, warnings\n"
-        "from bert_dp.training.process import LogErrors, redirect_output\n"
-        "redirect_output(0, LogErrors())\n"
+        "from bert_dp.training.process import redirect_output\n"
+        "redirect_output(0)\n"
         "token = os.environ['MY_TOKEN']\n"
         "print('printed', token, end='')\n"
         "sys.stderr.writelines(['line ' + token])\n"
