@@ -57,8 +57,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
         hint = f"nearest multiples: {', '.join(str(n) for n in near if n)}{or_else}"
         message = f"{value} is not a multiple of {step}"
         issues.append(Issue(name, "does_not_divide", message, value, "batch.micro_size", hint))
-    issues += parallel_issues(config, world_size) + residual_issues(config, config.precision)
-    issues += noise_issues(config, dp) + finetune_issues(config)
+    issues += [*parallel_issues(config, world_size), *residual_issues(config, config.precision)]
+    issues += [*noise_issues(config, dp), *finetune_issues(config)]
     if issues:
         raise ConfigError(issues)
     return BatchLayout(

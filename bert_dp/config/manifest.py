@@ -241,8 +241,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read the model's file in a directory; check its format, version, hash and content. Raises ConfigError
-    with the expected and actual values."""
+    """Read the model's file in a directory; check format, version, hash and content. Raises ConfigError."""
     path = directory / model.file_name
     with errors.refusing(str(path), hint=model.hint):
         content = json.loads(errors.read_regular(path, errors.MAX_JSON_BYTES))

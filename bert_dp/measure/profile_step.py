@@ -45,8 +45,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the trainer's
-    weights."""
+    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the weights."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
     hooks = [

@@ -49,8 +49,7 @@ class Engine:
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model. Raises ConfigError if environment variables make accelerate choose another wrapper
-        than DDP."""
+        """Wrap the model. Raises ConfigError if the environment makes accelerate choose another wrapper."""
         self._model = model
         with warnings.catch_warnings():  # accelerate passes broadcast_buffers, which torch 2.13 renames
             warnings.simplefilter("ignore", FutureWarning)

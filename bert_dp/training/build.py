@@ -44,8 +44,7 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on a rank whose data differ from rank 0's: nodes may have separate caches.
-    Collective."""
+    """Raise ConfigError on a rank whose data differ from rank 0's (nodes may have own caches). Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
         message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"

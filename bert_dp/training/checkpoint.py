@@ -43,8 +43,7 @@ SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent
 
 @dataclasses.dataclass
 class TrainState:
-    """Progress of a run. A checkpoint's state.json stores the fields in SAVED; the others apply to this start
-    only."""
+    """Progress of a run. state.json stores the fields in SAVED; the others apply to this start only."""
 
     step: int = 0
     """Completed optimizer steps."""
@@ -189,8 +188,7 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 
 def check(path: Path) -> str | None:
-    """Return why `path` is not a valid checkpoint, else None. Compares files with the manifest's sizes and
-    hashes."""
+    """Return why `path` is not a valid checkpoint by its manifest's sizes and hashes, else None."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
@@ -315,8 +313,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save at this time that paused training for `pause_s`. Returns a log line when the interval
-        first grows."""
+        """Record a save that paused training for `pause_s`; return a line when the interval first grows."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
@@ -382,8 +379,7 @@ class AsyncCheckpointer:
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for the write; return the newest saved checkpoint's step. Raises unexpected errors of the
-        writer."""
+        """Wait for the write; return the newest saved step. Raises unexpected errors of the writer."""
         self.close()
         if self._writing is not None:
             self._writing.result()

@@ -165,8 +165,7 @@ def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
 
 
 def pci_node(address: str, root: Path) -> int | None:
-    """Return a PCI device's NUMA node, address domain:bus:device.function; None if the kernel does not know
-    it."""
+    """Return the NUMA node of a PCI device, domain:bus:device.function; None if it is not known."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
 
@@ -242,8 +241,7 @@ def alloc_retries(device: torch.device) -> int | None:
 
 
 def joules(device: torch.device) -> float | None:
-    """Return NVML's energy counter, in joules since the driver of this device was loaded; None without
-    one."""
+    """Return NVML's energy counter in joules since the device's driver was loaded; None without one."""
     if device.type != "cuda":
         return None
     try:

@@ -119,8 +119,7 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL refuses, or a set of ranks (rank_sets) spans
-    nodes."""
+    """Raise ConfigError if ranks share a GPU (NCCL refuses that) or a set of `rank_sets` spans nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]

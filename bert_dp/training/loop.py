@@ -141,8 +141,7 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return held-out measurements of the task, without dropout. `stopped`, `run_dir`: see `Context`.
-    Collective."""
+    """Return the task's held-out measurements, without dropout. Options: see Context. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -161,8 +160,7 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Train until the budget is spent, any rank gets a signal or the run aborts; update `state`.
-    Collective."""
+    """Train until the budget is spent, a rank gets a signal or the run aborts; update `state`. Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)
     meter.start(trainer.stream.wait_s)
