@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +72,14 @@ def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
     """Train every RUN/config.yaml on `size` ranks in its directory, one spawn for all. `share_device`: see
     one_device.py; `backend`: of torch.compile."""
     run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
+
+
+def train_named(root: Path, runs: Mapping[str, tuple[int, dict[str, Any]]], **options: Any) -> Path:
+    """Train root/NAME for each name -> (ranks, configuration), one spawn for all runs on as many ranks."""
+    for size in sorted({ranks for ranks, _ in runs.values()}):
+        alike = [write_run(root / name, config) for name, (ranks, config) in runs.items() if ranks == size]
+        train_runs(size, alike, **options)
+    return root
 
 
 def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
 """Promise 1 over the whole matrix: every engine, optimizer, number of ranks and tensor-parallel size."""
 
+import itertools
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +11,7 @@ from bert_dp.config import ENGINES, OPTIMIZERS
 from tests.helpers import logged
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Deviation
-from tests.parity.runs import losses, metrics, settings, state, train_run, train_runs, write_run
+from tests.parity.runs import losses, metrics, settings, state, train_named, train_run
 from tests.tensors import largest_relative_error
 
 
@@ -135,28 +137,20 @@ NAN_ENGINES = (("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_a_nan_on_one_rank_skips_the_step_on_all(shards: Path, tmp_path: Path, optimizer: str) -> None:
     """A poisoned step leaves no trace: the run equals one of which that step has learning rate 0."""
-    for size in (2, 4):
-        runs = [
-            write_run(
-                tmp_path / f"{engine}-{ranks}-{tensor}",
-                settings(
-                    shards,
-                    precision="fp64",
-                    schedule={"steps": 6},
-                    optim={"name": optimizer},
-                    parallel={"engine": engine, "tensor": tensor},
-                    checkpoint={"every_steps": 1, "keep": 99},
-                ),
-            )
-            for engine, ranks, tensor in NAN_ENGINES
-            if ranks == size
-        ]
-        train_runs(size, runs, poison=(size - 1, range(3, 4)))
-        for run_dir in runs:
-            before, after, end = (state(run_dir, step) for step in (3, 4, 6))
-            assert all(before[name].equal(after[name]) for name in before), run_dir.name
-            assert not all(before[name].equal(end[name]) for name in before)
-            assert logged(run_dir, "skipped_steps") == [0, 0, 0, 1, 1, 1], run_dir.name
+    common: dict[str, Any] = {
+        "precision": "fp64",
+        "schedule": {"steps": 6},
+        "optim": {"name": optimizer},
+        "checkpoint": {"every_steps": 1, "keep": 99},
+    }
+    for engine, ranks, tensor in NAN_ENGINES:
+        run_dir = tmp_path / f"{engine}-{ranks}-{tensor}"
+        config = settings(shards, common, parallel={"engine": engine, "tensor": tensor})
+        train_run(run_dir, config, ranks, poison=(ranks - 1, range(3, 4)))
+        before, after, end = (state(run_dir, step) for step in (3, 4, 6))
+        assert all(before[name].equal(after[name]) for name in before), run_dir.name
+        assert not all(before[name].equal(end[name]) for name in before)
+        assert logged(run_dir, "skipped_steps") == [0, 0, 0, 1, 1, 1], run_dir.name
 
 
 OPTIONS: dict[str, tuple[int, dict[str, object], float]] = {
@@ -176,18 +170,13 @@ OPTIONS: dict[str, tuple[int, dict[str, object], float]] = {
 
 @pytest.fixture(scope="module")
 def option_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("options")
     common = {"precision": "fp64", "schedule": {"steps": 10}, "optim": {"name": "lamb", "lr": 1e-2}}
     common["model"] = {"num_heads": 4}
-    train_run(root / "single", settings(shards, **common))
-    for size in (2, 4):
-        runs = [
-            write_run(root / name, settings(shards, parallel=parallel, **common))
-            for name, (ranks, parallel, _) in OPTIONS.items()
-            if ranks == size and (parallel["engine"] != "accelerate" or find_spec("accelerate"))
-        ]
-        train_runs(size, runs)
-    return root
+    runs = {"single": (1, settings(shards, common))}
+    for name, (ranks, parallel, _) in OPTIONS.items():
+        if parallel["engine"] != "accelerate" or find_spec("accelerate"):
+            runs[name] = (ranks, settings(shards, common, parallel=parallel))
+    return train_named(tmp_path_factory.mktemp("options"), runs)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -205,19 +194,11 @@ def test_option(option_runs: Path, name: str) -> None:
 
 def test_a_compiled_run_is_the_eager_one(shards: Path, tmp_path: Path) -> None:
     """By inductor; what it compiles is the subject of test_compiled.py, all engines are in `make parity`."""
-    parallel: dict[str, dict[str, object]] = {
-        "tensor": {"engine": "ddp", "tensor": 2},
-        "fsdp": {"engine": "fsdp"},
-    }
-    runs = [
-        write_run(tmp_path / name, settings(shards, compile="on", schedule={"steps": 5}, parallel=section))
-        for name, section in parallel.items()
-    ]
-    eager = train_run(tmp_path / "eager", settings(shards, schedule={"steps": 5}))
-    train_runs(2, runs)
-    wanted = losses(eager)
-    for run in runs:
-        assert losses(run) == pytest.approx(wanted, abs=1e-5), run.name
+    common, parallel = {"schedule": {"steps": 5}}, {"tensor": {"tensor": 2}, "fsdp": {"engine": "fsdp"}}
+    runs = {name: (2, settings(shards, common, compile="on", parallel=own)) for name, own in parallel.items()}
+    train_named(tmp_path, {"eager": (1, settings(shards, common)), **runs})
+    for name in runs:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "eager"), abs=1e-5), name
 
 
 NARROW = (("ddp", 1), ("zero1", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
@@ -228,23 +209,14 @@ SENT = "fp16-ddp-1-sent"
 @pytest.fixture(scope="module")
 def narrow_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<precision>-<engine>-<tensor>, and root/<precision>-single-1: of one process."""
-    root = tmp_path_factory.mktemp("narrow")
-
-    def run(name: str, precision: str, **parallel: object) -> Path:
-        schedule = {"name": "constant", "steps": 30}
-        config = settings(shards, precision=precision, schedule=schedule, parallel=parallel)
-        return write_run(root / name, config)
-
-    for size, engines in ((1, (("single", 1),)), (2, NARROW)):
-        runs = [
-            run(f"{precision}-{engine}-{tensor}", precision, engine=engine, tensor=tensor)
-            for precision in ("bf16", "fp16")
-            for engine, tensor in engines
-        ]
-        if size == 2:
-            runs.append(run(SENT, "fp16", engine="ddp", reduce_dtype="fp16"))
-        train_runs(size, runs)
-    return root
+    common = {"schedule": {"name": "constant", "steps": 30}}
+    sent = {"engine": "ddp", "reduce_dtype": "fp16"}
+    runs = {SENT: (2, settings(shards, common, precision="fp16", parallel=sent))}
+    for precision, (engine, tensor) in itertools.product(("bf16", "fp16"), (("single", 1), *NARROW)):
+        parallel = {"engine": engine, "tensor": tensor}
+        config = settings(shards, common, precision=precision, parallel=parallel)
+        runs[f"{precision}-{engine}-{tensor}"] = (1 if engine == "single" else 2, config)
+    return train_named(tmp_path_factory.mktemp("narrow"), runs)
 
 
 def test_a_gradient_is_sent_in_16_bits_under_the_loss_scale(narrow_runs: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bert_dp.config import ModelConfig
 from bert_dp.model.bert import build_model
-from tests.parity.runs import evals, losses, settings, summary, train_runs, write_run
+from tests.parity.runs import evals, losses, settings, summary, train_named
 from tests.tensors import bits
 
 VOCABULARY, LENGTH, MASK = 24, 16, 6
@@ -67,16 +67,10 @@ def test_the_heldout_loss_at_equal_tokens_is_that_of_a_wide_stream() -> None:
 @pytest.fixture(scope="module")
 def root(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/one on one rank, and root/<name of PARALLEL> on two."""
-    root = tmp_path_factory.mktemp("residual")
-
-    def run(name: str, **sections: Any) -> Path:
-        model, schedule = {"residual_dtype": "bf16"}, {"steps": 20}
-        config = settings(shards, precision="bf16", model=model, schedule=schedule, **sections)
-        return write_run(root / name, config)
-
-    train_runs(1, [run("one")])
-    train_runs(2, [run(name, parallel=parallel) for name, parallel in PARALLEL.items()])
-    return root
+    common = {"precision": "bf16", "model": {"residual_dtype": "bf16"}, "schedule": {"steps": 20}}
+    two = {name: (2, settings(shards, common, parallel=own)) for name, own in PARALLEL.items()}
+    runs = {"one": (1, settings(shards, common)), **two}
+    return train_named(tmp_path_factory.mktemp("residual"), runs)
 
 
 @pytest.mark.parametrize("name", PARALLEL)
