@@ -10,21 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.config import (
-    MAX_VOCAB_SIZE,
-    batch_at,
-    batch_layout,
-    dump_config,
-    load_config,
-    micro_is_auto,
-    no_effect,
-    num_masked,
-    parse_overrides,
-    progress_at,
-    resolve,
-    setting_paths,
-)
-from bert_dp.config.load import SYNONYMS, ConfigLoader
+from bert_dp.config import MAX_VOCAB_SIZE, dump_config, load_config, no_effect, num_masked, resolve
+from bert_dp.config.batch import batch_at, batch_layout, progress_at
+from bert_dp.config.load import SYNONYMS, ConfigLoader, micro_is_auto, parse_overrides, setting_paths
 from launcher.job import absolute
 from launcher.run.train import expected_steps
 from tests.helpers import BASE, CONFIGS, OF_ANY_MODEL, issues_of, make_config, raised_issues

@@ -270,11 +270,6 @@ def check_polling(comm: HostCollectives) -> None:
     assert (signals, elapsed, stop) == ([0, 15, 15], 20.0, Stop(15))
 
 
-def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
-    clock = SharedClock(HostCollectives(LONE, None), now=lambda: 0.0)
-    assert clock.exchange(Stop(2)) == (0.0, Stop(2))
-
-
 def check_two_signals(comm: HostCollectives) -> None:
     """Two ranks with different signals agree on one, and a failure is no signal."""
     mine = Stop(10 + comm.world.rank, failed=comm.world.rank == comm.world.size - 1)

@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import (
-    find_config,
-    install_command,
-    load_config,
-    micro_is_auto,
-    setting_paths,
-    shipped_configs,
-)
+from bert_dp.config.errors import install_command
+from bert_dp.config.load import find_config, load_config, micro_is_auto, setting_paths, shipped_configs
 from launcher.cli.options import split_words
 from tests.e2e.cli import here
 from tests.helpers import issues_of, raised_issues, write_files
