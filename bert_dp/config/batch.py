@@ -94,8 +94,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
         budget = {"steps": max(1, int(schedule.epochs * num_samples / config.batch.global_size))}
     else:
         budget = {"tokens": max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length}
-    resolved = schedule.model_copy(update={"epochs": None, **budget})
-    return config.model_copy(update={"schedule": resolved})
+    return config.model_copy(update={"schedule": schedule.model_copy(update={"epochs": None, **budget})})
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:

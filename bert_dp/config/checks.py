@@ -136,8 +136,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     labels, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and labels < 1 + (kind == "single_label"):
         hint = "list them, or use `bert-dp finetune`, which reads them from the data"
-        message = f"{labels} names for a {kind} task"
-        yield Issue("finetune.labels", "missing", message, labels, hint=hint)
+        yield Issue("finetune.labels", "missing", f"{labels} names for a {kind} task", labels, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
         yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
@@ -150,8 +149,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
-            message = f"{value}, but {reason}"
-            yield Issue(path, "conflict", message, value, "objective.name", hint)
+            yield Issue(path, "conflict", f"{value}, but {reason}", value, "objective.name", hint)
 
 
 def noise_issues(config: Config, dp: int) -> Iterator[Issue]:
@@ -159,8 +157,7 @@ def noise_issues(config: Config, dp: int) -> Iterator[Issue]:
     parallel, batch = config.parallel, config.batch
     if not config.log.noise_scale:
         return
-    facts = engine_facts(parallel.engine)
-    if parallel.tensor > 1 or not facts.noise_scale:
+    if parallel.tensor > 1 or not engine_facts(parallel.engine).noise_scale:
         name = "engine" if parallel.tensor == 1 else "tensor"
         under = f"parallel.{name}: {getattr(parallel, name)}"
         message = f"true, but gradients at two batch sizes are not visible under {under}"

@@ -7,16 +7,8 @@ from typing import Any
 import torch
 
 from bert_dp import cost, files, optim, parallel
-from bert_dp.config import (
-    ConfigError,
-    Issue,
-    changed_settings,
-    decide_precision,
-    export_formats,
-    peak_lr,
-    residual_issues,
-)
-from bert_dp.config.checks import ProfilePlan
+from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, export_formats, peak_lr
+from bert_dp.config.checks import ProfilePlan, residual_issues
 from bert_dp.config.errors import sha256
 from bert_dp.config.own_code import changed_code, code_hashes
 from bert_dp.data.stream import TrainingStream

@@ -31,8 +31,7 @@ def own_host_and_device(device: torch.device) -> HostAndDevice:
     if device.type == "cpu":
         return HostAndDevice(node, None)
     gpu: Any = torch.cuda.get_device_properties(device.index)  # torch's stubs lack the PCI fields
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return HostAndDevice(node, address)
+    return HostAndDevice(node, f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def choose_device(setting: str, world: World) -> torch.device:
@@ -181,8 +180,7 @@ def parse_cores(text: str) -> list[int]:
 
 def format_cores(cores: Iterable[int]) -> str:
     """Format cores in the kernel's list format, the inverse of `parse_cores`."""
-    ordered = sorted(cores)
-    groups = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    groups = itertools.groupby(enumerate(sorted(cores)), key=lambda pair: pair[1] - pair[0])
     runs = [[core for _, core in group] for _, group in groups]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 

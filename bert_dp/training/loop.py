@@ -221,8 +221,7 @@ def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
     """Return this rank's stop request."""
-    failed = bool(state.abort_reason or trainer.checkpointer.abort_reason)
-    return Stop(trainer.signals.received, failed)
+    return Stop(trainer.signals.received, bool(state.abort_reason or trainer.checkpointer.abort_reason))
 
 
 def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:

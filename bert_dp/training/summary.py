@@ -27,8 +27,7 @@ def write_summary(
     used = math.nan if before_j is None or after_j is None else after_j - before_j
     writers = (TolerantFile, trainer.records, trainer.checkpointer, trainer.trace)
     failed_writes = float(sum(writer.failed_writes for writer in writers))
-    own = [devices.peak_memory_gib(trainer.device), used, failed_writes]
-    gathered = trainer.comm.all_gather(own)
+    gathered = trainer.comm.all_gather([devices.peak_memory_gib(trainer.device), used, failed_writes])
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if trainer.comm.world.rank != 0:
         return

@@ -213,8 +213,7 @@ def narrow_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sent = {"engine": "ddp", "reduce_dtype": "fp16"}
     runs = {SENT: (2, settings(shards, common, precision="fp16", parallel=sent))}
     for precision, (engine, tensor) in itertools.product(("bf16", "fp16"), (("single", 1), *NARROW)):
-        parallel = {"engine": engine, "tensor": tensor}
-        config = settings(shards, common, precision=precision, parallel=parallel)
+        config = settings(shards, common, precision=precision, parallel={"engine": engine, "tensor": tensor})
         runs[f"{precision}-{engine}-{tensor}"] = (1 if engine == "single" else 2, config)
     return train_named(tmp_path_factory.mktemp("narrow"), runs)
 

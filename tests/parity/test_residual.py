@@ -69,8 +69,7 @@ def root(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/one on one rank, and root/<name of PARALLEL> on two."""
     common = {"precision": "bf16", "model": {"residual_dtype": "bf16"}, "schedule": {"steps": 20}}
     two = {name: (2, settings(shards, common, parallel=own)) for name, own in PARALLEL.items()}
-    runs = {"one": (1, settings(shards, common)), **two}
-    return train_named(tmp_path_factory.mktemp("residual"), runs)
+    return train_named(tmp_path_factory.mktemp("residual"), {"one": (1, settings(shards, common)), **two})
 
 
 @pytest.mark.parametrize("name", PARALLEL)

@@ -194,8 +194,7 @@ def test_a_missing_package_is_told_with_its_extra(tmp_path: Path, monkeypatch: p
     def broken(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
 
-    fake = types.SimpleNamespace(Engine=broken)
-    monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", fake)
+    monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", types.SimpleNamespace(Engine=broken))
     config = resolve([{**BASE, "data": {"sources": ["builtin"]}}])
     with pytest.raises(ConfigError, match=r"needs hjson, from `pip install 'deepspeed>="):
         make_engine("deepspeed", config, ALONE, CPU, precision="fp32", run_dir=tmp_path)

@@ -250,8 +250,7 @@ GROWING = "x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9
 def test_file_that_is_no_configuration(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
-    kind = "not_found" if len(content) > 10**6 else "damaged"
-    assert kinds_of(load_config, path) == [(str(path), kind)]
+    assert kinds_of(load_config, path) == [(str(path), "not_found" if len(content) > 10**6 else "damaged")]
     for missing in (tmp_path / "none.yaml", tmp_path):
         assert kinds_of(load_config, missing) == [(str(missing), "not_found")]
 

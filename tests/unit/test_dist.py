@@ -188,8 +188,7 @@ def check_comm(comm: HostCollectives, values: list[float]) -> None:
     assert gathered.tolist() == [[value, float(r)] for r, value in enumerate(values)]
     third = comm.all_gather([1 / 3 + rank])
     assert third.flatten().tolist() == [1 / 3 + r for r in range(size)]  # doubles, unrounded
-    wait = comm.max_async([float(rank), -float(rank), values[rank]])
-    assert wait() == [float(size - 1), 0.0, max(values)]
+    assert comm.max_async([float(rank), -float(rank), values[rank]])() == [float(size - 1), 0.0, max(values)]
     for value in ({"a": [1, None, "ü"], "rank": 0}, "", [], None, "x" * 10_000):
         assert comm.broadcast(value if rank == 0 else "not this") == value
     comm.barrier()

@@ -266,8 +266,7 @@ def test_independent_copies_do_not_wait_in_a_step(train_here: TrainHere, engine:
 
 def test_a_checkpoint_counts_the_steps_skipped_until_then(train_here: TrainHere) -> None:
     drawn = iter([*[micro_batch] * 2, *[bad_batch] * 2, *[micro_batch] * 6])  # two a step: one is skipped
-    stream = SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0)
-    trainer, *_ = train_here(stream, log={"every_steps": 5})
+    trainer, *_ = train_here(SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0), log={"every_steps": 5})
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
 
@@ -430,8 +429,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
 
 
 def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    diverged = {"loss": math.nan, "loss_unit": "nats"}
-    monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: diverged)
+    monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: {"loss": math.nan, "loss_unit": "nats"})
     _, state, result = train_here(eval={"every_steps": 0})
     assert (state.step, result.failure.kind) == (5, "not_finite")
     (line,) = read_lines(tmp_path / "evals.jsonl")
@@ -565,8 +563,7 @@ def test_the_summary_tells_how_the_run_ended_and_what_was_run(tmp_path: Path, tr
     trainer, state, result = trained
 
     def written(**changes: Any) -> dict[str, Any]:
-        ended = dataclasses.replace(result, **changes)
-        summary.write_summary(trainer, state, ended, 1.0, 2.0, before_j=None)
+        summary.write_summary(trainer, state, dataclasses.replace(result, **changes), 1.0, 2.0, before_j=None)
         return read_json(tmp_path / "summary.json")
 
     end = written(signal=15)

@@ -197,8 +197,7 @@ CASES = {  # every engine, accumulation and what else a gradient goes through on
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, measure, CASES[ranks], str(tmp_path / "lines"))
-    by_case = read_json(tmp_path / "lines")
-    for case, lines in zip(CASES[ranks], by_case, strict=True):
+    for case, lines in zip(CASES[ranks], read_json(tmp_path / "lines"), strict=True):
         small, big = case.batches
         if small == big:
             assert lines == []  # one batch

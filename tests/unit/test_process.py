@@ -91,8 +91,7 @@ def test_a_silent_rank_is_reported_once_for_each_silence(path: Path, monkeypatch
 
 def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None:
     def descriptors() -> int:
-        links = Path("/proc/self/fd").iterdir()
-        return sum(link.exists() and link.samefile(path) for link in links)
+        return sum(link.exists() and link.samefile(path) for link in Path("/proc/self/fd").iterdir())
 
     before = set(threading.enumerate())
     beat = HeartbeatWriter(path)

@@ -390,8 +390,7 @@ def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DS_ACCELERATOR", "LOCAL_SIZE"):
         monkeypatch.setenv(name, "1")  # so that it is as before when the test ends
         monkeypatch.delenv(name)
-    config = make_config(parallel={"engine": "deepspeed"})
-    settings = (config, World(0, 0, 4, 2), CPU)
+    settings = (make_config(parallel={"engine": "deepspeed"}), World(0, 0, 4, 2), CPU)
     if is_old:
         (line,) = issues_of(deepspeed.Engine, *settings, precision="fp32", run_dir=tmp_path)
         assert "install 0.19.8" in line
