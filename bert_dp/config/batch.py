@@ -36,10 +36,8 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Compute the gradient accumulation that gives the declared global batch on `world_size` ranks.
-
-    Raises ConfigError if the global batch does not divide, and suggests the nearest sizes that do.
-    """
+    """Compute the gradient accumulation that gives the declared global batch on `world_size` ranks. Raises
+    ConfigError if the global batch does not divide, and suggests the nearest sizes that do."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -112,11 +110,9 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Compute the peak learning rate of a run; return it with its equation.
-
-    optim.lr: auto = the untuned LAMB rule. lr_scaling: sqrt keeps the noise per sample constant for Adam,
-    LAMB and Muon updates (arXiv 2205.10287); linear is the rule for plain SGD (arXiv 1706.02677).
-    """
+    """Compute the peak learning rate of a run; return it with its equation. optim.lr: auto = the untuned LAMB
+    rule. lr_scaling: sqrt keeps the noise per sample constant for Adam, LAMB and Muon updates (arXiv
+    2205.10287); linear is the rule for plain SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

@@ -229,9 +229,7 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that make weights trained under the configuration `old` unusable in the new model.
-
-    Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing.
-    """
+    Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]

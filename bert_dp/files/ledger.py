@@ -233,11 +233,8 @@ class Ledger:
 
 
 class Spending:
-    """Compute the share of a budget in dollars or kWh that a run has spent.
-
-    The share reaches 1 when only a reserve is left: `end_s` to save and close the run, plus `evaluation_s`,
-    updated by the training loop.
-    """
+    """Compute the share of a budget in dollars or kWh that a run has spent. The share reaches 1 when only a
+    reserve is left: `end_s` to save and close the run, plus `evaluation_s`, updated by the training loop."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s

@@ -22,11 +22,9 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Lamb(Optimizer):
-    """LAMB; keeps Adam's step, exp_avg, exp_avg_sq. `step` overwrites .grad with the update.
-
-    With `compiled`, fused kernels: `moments` makes 7 memory passes (as many as all of AdamW), `descend` 3;
-    full-tensor norms are computed between them.
-    """
+    """LAMB; keeps Adam's step, exp_avg, exp_avg_sq. `step` overwrites .grad with the update. With `compiled`,
+    fused kernels: `moments` makes 7 memory passes (as many as all of AdamW), `descend` 3; full-tensor norms
+    are computed between them."""
 
     def __init__(
         self,
@@ -82,11 +80,8 @@ def moments(
     rule: tuple[float, float, float, float],
 ) -> Tensor:
     """Update the moments in place, overwrite each gradient by its update and return [2, N] squared norms, of
-    the tensors first.
-
-    `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps, weight decay. A tensor without elements
-    on this rank contributes 0.
-    """
+    the tensors first. `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps, weight decay. A
+    tensor without elements on this rank contributes 0."""
     beta1, beta2, eps, weight_decay = rule
     new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
     correction1 = 1.0 - beta1 ** step.clamp(min=1.0)

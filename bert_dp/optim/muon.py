@@ -54,9 +54,7 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 class Muon(Optimizer):
     """Update matrices by Muon, other tensors by AdamW. A group of matrices (state momentum_buffer) has
     `splits`, the FusedSplit of each parameter. `step` overwrites .grad with the input to orthogonalisation.
-
-    Each matrix must be whole on its rank.
-    """
+    Each matrix must be whole on its rank."""
 
     def __init__(
         self,

@@ -45,11 +45,9 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to resume from; every rank follows rank 0's choice and raises its error.
-
-    policy: auto = the newest valid one in the run directory, if it contains any; never; or a path. Raises
-    ConfigError if none of the existing ones is valid, or a fixed setting or the data differ. Collective.
-    """
+    """Load the checkpoint to resume from; every rank follows rank 0's choice and raises its error. `policy`:
+    auto = the newest valid one in the run directory, if it contains any; never; or a path. Raises ConfigError
+    if none of the existing ones is valid, or a fixed setting or the data differ. Collective."""
     if policy == "never":
         return None
 

@@ -154,11 +154,9 @@ def _step_of(path: Path) -> int:
 
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
-
     Directories renamed by set_aside_after are removed once the run has reached their step again. The two
     newest checkpoints that pass verification are kept (one at keep = 1), so one is removed only when enough
-    newer ones are valid. `trusted` are known to be valid and are not read again.
-    """
+    newer ones are valid. `trusted` are known to be valid and are not read again."""
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
     listed = list_checkpoints(folder)
@@ -271,9 +269,7 @@ def kind(tensor: Tensor) -> str:
 
 def resolve(source: str) -> Path:
     """Find the checkpoint at a path, or the newest valid one in a run directory or its checkpoints folder.
-
-    Prints newer but damaged ones to stderr. Raises ConfigError if none is valid, with the problem of each.
-    """
+    Prints newer but damaged ones to stderr. Raises ConfigError if none is valid, with the problem of each."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -331,11 +327,8 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's receives states.
-
-    A failed save leaves earlier checkpoints intact and is counted; `abort_reason` is set if it must end the
-    run.
-    """
+    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's receives states. A failed
+    save leaves earlier checkpoints intact and is counted; `abort_reason` is set if it must end the run."""
 
     def __init__(
         self,

@@ -91,10 +91,8 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Bind this rank to its cores and set its number of threads.
-
-    `places`: host and device of every rank; () = only this rank. Other ranks' GPUs may be invisible here.
-    """
+    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank; ()
+    = only this rank. Other ranks' GPUs may be invisible here."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
         here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
@@ -107,12 +105,10 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of the cores it may use.
-
-    `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks,
-    nothing is bound. A rank allowed fewer cores than its parent was bound on purpose (srun, numactl) and
-    keeps them. `root`: the directory that contains sys/.
-    """
+    """Bind this process to cores near its GPU, or to an equal share of the cores it may use. `gpus`: the PCI
+    address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks, nothing is bound. A
+    rank allowed fewer cores than its parent was bound on purpose (srun, numactl) and keeps them. `root`: the
+    directory that contains sys/."""
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
         shares: tuple[Cores, ...] = (tuple(sorted(allowed)),)

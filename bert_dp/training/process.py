@@ -55,10 +55,8 @@ class Signals:
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Disable automatic garbage collection in the block, except after GC_THRESHOLD new objects; gc.collect()
-    still works. Objects that exist on entry are never examined.
-
-    Otherwise Python would pause each rank at a different step, and all other ranks with it.
-    """
+    still works. Objects that exist on entry are never examined. Otherwise Python would pause each rank at a
+    different step, and all other ranks with it."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -150,10 +148,8 @@ def show_stacks_on_signal(rank: int) -> None:
 
 
 def follow_launcher() -> None:
-    """Exit as soon as the launcher has exited, however it ended.
-
-    torchrun puts each worker into a separate session, so nothing else would stop this process.
-    """
+    """Exit as soon as the launcher has exited, however it ended. torchrun puts each worker into a separate
+    session, so nothing else would stop this process."""
     pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
         return
@@ -175,10 +171,8 @@ def follow_launcher() -> None:
 
 
 def record_error(rank: int, error: BaseException) -> None:
-    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log.
-
-    The order matters: once the launcher finds the file, it stops showing the log and reports the cause first.
-    """
+    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters: once the
+    launcher finds the file, it stops showing the log and reports the cause first."""
     secrets = files.secret_values(os.environ)  # a library's message may contain one
     folder = os.environ.get(files.LOG_DIR)
     if folder:
@@ -277,11 +271,9 @@ class HeartbeatWriter:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; return anonymous memory if no file can be written.
-
-    The zeros are written out: if the file were sparse and the disk full, a later store would kill the rank
-    with SIGBUS. An earlier run's file is replaced, not truncated, as its owner may still write to it.
-    """
+    """Create and map a file of zeros; return anonymous memory if no file can be written. The zeros are
+    written out: if the file were sparse and the disk full, a later store would kill the rank with SIGBUS. An
+    earlier run's file is replaced, not truncated, as its owner may still write to it."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
@@ -316,9 +308,7 @@ class World:
 
 def read_world(environ: Mapping[str, str]) -> World:
     """Read rank and world size from the first scheme that is set; without one, return a world of one process.
-
-    Raises ConfigError for variables that are not integers or a rank outside the world.
-    """
+    Raises ConfigError for variables that are not integers or a rank outside the world."""
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
             continue

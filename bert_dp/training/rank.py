@@ -34,10 +34,8 @@ def main(
     argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
 ) -> int:
     """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 for a failure.
-
     `make_task`: creates a task that the configuration cannot select; None = the configured one. `standalone`:
-    no launcher manages and shows the run, so rank 0 does.
-    """
+    no launcher manages and shows the run, so rank 0 does."""
     files.set_private_umask()
     signals = Signals()
     signals.catch()
@@ -83,11 +81,9 @@ def run(
     standalone: bool,
 ) -> None:
     """Run one rank from reading its environment to writing its summary. Raises ConfigError for bad input,
-    RunFailed on rank 0 when all ranks have stopped the run together; the other ranks then return.
-
-    After an error the process group stays open until the process exits: otherwise a peer would notice closed
-    connections and report first.
-    """
+    RunFailed on rank 0 when all ranks have stopped the run together; the other ranks then return. After an
+    error the process group stays open until the process exits: otherwise a peer would notice closed
+    connections and report first."""
     started = time.monotonic()
     from bert_dp import parallel, tasks
     from bert_dp.training import build, devices, distributed
@@ -181,11 +177,9 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it.
-
-    If our launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank
-    0 that the launcher has just killed and that has not exited yet.
-    """
+    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. If our
+    launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank 0 that
+    the launcher has just killed and that has not exited yet."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):
