@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bert_dp.data import stream as data
-from bert_dp.training import distributed
+from bert_dp.training import devices, distributed
 from bert_dp.training import rank as worker
 from tests.helpers import logged, read_json, read_lines
 from tests.one_device import share_device
@@ -56,6 +57,12 @@ def parallel(engine: str, **settings: Any) -> dict[str, Any]:
     return {"engine": name, **({"zero_stage": int(stage)} if stage else {}), **settings}
 
 
+def installed(*engines: str) -> list[str]:
+    """Those engines whose package is there."""
+    missing = {name for name in ("accelerate", "deepspeed") if importlib.util.find_spec(name) is None}
+    return [engine for engine in engines if engine.partition("-")[0] not in missing]
+
+
 def write_run(run_dir: Path, config: dict[str, Any]) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
@@ -83,12 +90,14 @@ def train_named(root: Path, runs: Mapping[str, tuple[int, dict[str, Any]]], **op
 
 
 def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
+    rank = int(os.environ["RANK"])
     if options.get("share_device"):
         share_device()
+    if units := options.get("bf16_units"):  # whether each rank has some
+        devices.bf16_units = lambda: ("amx_bf16",) if units[rank] else ()
     if backend := options.get("backend"):
         nn.Module.compile = functools.partialmethod(nn.Module.compile, backend=backend)  # type: ignore[assignment]
     store = os.environ["BERT_DP_INIT_FILE"]
-    rank = int(os.environ["RANK"])
     plain_next, plain_clock = data.TrainingStream.next, distributed.SharedClock
     for number, run_dir in enumerate(run_dirs):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"

@@ -110,13 +110,7 @@ class Slow(Model):
         self.vocabulary = TiedEmbedding()
         self._clock = clock
 
-    def forward(
-        self,
-        ids_BS: Tensor,
-        positions_P: Tensor,
-        labels_P: Tensor | None = None,
-        seed_B: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, ids_BS: Any, positions_P: Any, labels_P: Any = None, seed_B: Any = None) -> Tensor:
         self._clock.now += 1.0 if self.training else 100.0
         return torch.zeros(len(positions_P), 64) if labels_P is None else (self.scale * labels_P).sum()
 
@@ -174,13 +168,9 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
     """Train five steps of two micro batches, unless `sections` say otherwise."""
 
     def train_here(
-        stream: Any = None,
-        enter: Any = None,
-        engine: str = "auto",
-        waits_s: float = 0.0,
-        spending: Spending | None = None,
-        **sections: Any,
+        stream: Any = None, enter: Any = None, waits_s: float = 0.0, spending: Any = None, **sections: Any
     ) -> Trained:
+        engine = sections.pop("engine", "auto")
         base = {
             "schedule": {"steps": 5, "name": "constant"},
             "checkpoint": {"every_steps": 2},
@@ -188,6 +178,7 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
             "eval": {"max_sequences": 2},
         }
         with lone_trainer(config(shards, **base | sections), tmp_path) as lone:
+            # not in the sections: one rank alone is refused under `independent`
             parallel = lone.config.parallel.model_copy(update={"engine": engine})
             heartbeat: Any = SimpleNamespace(enter=enter, progress=lambda: enter("progress"))
             trainer = dataclasses.replace(

@@ -25,10 +25,10 @@ from bert_dp.training import distributed
 from bert_dp.training.devices import precision_of
 from bert_dp.training.loop import train_step
 from bert_dp.training.metrics import Timers
-from bert_dp.training.noise import estimate
+from bert_dp.training.noise import estimate, estimate_of_run
 from bert_dp.training.process import read_world
 from tests.helpers import make_config, read_json, read_lines
-from tests.parity.runs import settings, state, summary, train_runs, write_run
+from tests.parity.runs import settings, state, summary, train_named
 from tests.ranks import run_ranks
 from tests.shards import write_shards
 from tests.tensors import CPU
@@ -216,14 +216,6 @@ def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
 STEPS = 60
 
 
-def column(run_dir: Path, name: str) -> list[float]:
-    """Return a value for every step; a batch is repeated for each of its steps."""
-    lines = read_lines(run_dir / "noise.jsonl")
-    return [
-        v for e in lines for v in (e[name] if isinstance(e[name], list) else [e[name]] * len(e["big_sq"]))
-    ]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """on-N and off-N of 1 and 2 ranks."""
@@ -237,13 +229,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     shards = write_shards(root / "shards", train=960)
     logs = {"on": {"every_steps": 7, "noise_scale": True}, "off": {"every_steps": 7}}
-    for ranks in (1, 2):
-        written = [
-            write_run(root / f"{name}-{ranks}", settings(shards, **common, log=log))
-            for name, log in logs.items()
-        ]
-        train_runs(ranks, written)
-    return root
+    runs = {
+        f"{name}-{ranks}": (ranks, settings(shards, common, log=log))
+        for ranks in (1, 2)
+        for name, log in logs.items()
+    }
+    return train_named(root, runs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -264,7 +255,5 @@ def test_a_line_holds_the_steps_of_one_batch_and_the_summary_their_estimate(runs
     assert [len(line["small_sq"]) for line in lines] == [7, 7, 1, 6, 7, 7, 7, 7, 7, 4]
     assert [line["big_batch"] for line in lines] == [4] * 3 + [8] * 7
     assert [line["small_batch"] for line in lines] == ([2] * 10 if ranks == 1 else [2] * 3 + [4] * 7)
-    names = ("small_sq", "big_sq", "small_batch", "big_batch")
-    wanted = estimate(*(column(run, name) for name in names)).model_dump()
-    assert summary(run)["noise_scale"] == json.loads(json.dumps(wanted))
-    assert wanted["steps"] == STEPS
+    scale = estimate_of_run(run)
+    assert (scale.steps, scale.model_dump(mode="json")) == (STEPS, summary(run)["noise_scale"])
