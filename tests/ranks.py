@@ -25,14 +25,7 @@ PRELOADED = [
 ]
 
 
-def _enter(
-    rank: int,
-    size: int,
-    folder: str,
-    environ: dict[str, str],
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def _enter(rank: int, size: int, folder: str, environ: dict[str, str], function: Any, arguments: Any) -> None:
     os.environ.clear()  # the server's
     os.environ.update(
         environ,

@@ -24,7 +24,7 @@ class WrappedTask:
 
 
 class PoisonedTask(WrappedTask):
-    """The losses of the steps in `bad_steps` are NaN on this rank."""
+    """The losses of the steps in `bad_steps` are NaN and infinity by turns on this rank."""
 
     def __init__(self, config: Config, device: torch.device, bad_steps: range):
         super().__init__(config, device)
@@ -32,4 +32,6 @@ class PoisonedTask(WrappedTask):
 
     def loss(self, model: Any, batch: Any) -> Any:
         value = self.inner.loss(model, batch)
-        return value * float("nan") if self.step in self._bad_steps else value
+        if self.step not in self._bad_steps:
+            return value
+        return value * (float("nan"), float("inf"))[self._bad_steps.index(self.step) % 2]

@@ -36,10 +36,8 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Compute the gradient accumulation that gives the declared global batch on `world_size` ranks.
-
-    Raises ConfigError if the global batch does not divide, and suggests the nearest sizes that do.
-    """
+    """Compute the gradient accumulation that gives the declared global batch on `world_size` ranks. Raises
+    ConfigError if the global batch does not divide, and suggests the nearest sizes that do."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -57,8 +55,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
         hint = f"nearest multiples: {', '.join(str(n) for n in near if n)}{or_else}"
         message = f"{value} is not a multiple of {step}"
         issues.append(Issue(name, "does_not_divide", message, value, "batch.micro_size", hint))
-    issues += parallel_issues(config, world_size) + residual_issues(config, config.precision)
-    issues += noise_issues(config, dp) + finetune_issues(config)
+    issues += [*parallel_issues(config, world_size), *residual_issues(config, config.precision)]
+    issues += [*noise_issues(config, dp), *finetune_issues(config)]
     if issues:
         raise ConfigError(issues)
     return BatchLayout(
@@ -94,8 +92,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
         budget = {"steps": max(1, int(schedule.epochs * num_samples / config.batch.global_size))}
     else:
         budget = {"tokens": max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length}
-    resolved = schedule.model_copy(update={"epochs": None, **budget})
-    return config.model_copy(update={"schedule": resolved})
+    return config.model_copy(update={"schedule": schedule.model_copy(update={"epochs": None, **budget})})
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
@@ -113,11 +110,9 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Compute the peak learning rate of a run; return it with its equation.
-
-    optim.lr: auto = the untuned LAMB rule. lr_scaling: sqrt keeps the noise per sample constant for Adam,
-    LAMB and Muon updates (arXiv 2205.10287); linear is the rule for plain SGD (arXiv 1706.02677).
-    """
+    """Compute the peak learning rate of a run; return it with its equation. optim.lr: auto = the untuned LAMB
+    rule. lr_scaling: sqrt keeps the noise per sample constant for Adam, LAMB and Muon updates (arXiv
+    2205.10287); linear is the rule for plain SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

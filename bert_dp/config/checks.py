@@ -6,69 +6,58 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from bert_dp.config import schema
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, engine_facts, optimizer_facts, sharded
 from bert_dp.config.errors import ConfigError, Issue
-from bert_dp.config.schema import (
-    FREE_FROM_WEIGHTS,
-    FREE_ON_RESUME,
-    Config,
-    FinetuneConfig,
-    ModelConfig,
-    OnlyWith,
-    all_settings,
-    divisors,
-    nearest_divisors,
-)
+from bert_dp.config.schema import Config, FinetuneConfig, ModelConfig, OnlyWith, divisors, nearest_divisors
 
 Kind = Literal["mlm", "classifier", "encoder"]
 """Exported model: with the masked-token head, with the classification head, or without a head."""
 BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags as in /proc/cpuinfo
 
 
-def parallel_issues(config: Config, world_size: int) -> list[Issue]:
+def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
     """Check that the engine can train the model with the optimizer on `world_size` ranks."""
     parallel, optim = config.parallel, config.optim.name
     engine, tensor = parallel.engine, parallel.tensor
     facts = engine_facts(engine)
-    issues = []
     if facts.max_ranks is not None and world_size > facts.max_ranks:
         message = f"{engine} runs one rank, got --nproc {world_size}"
-        issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use ddp"))
+        yield Issue("parallel.engine", "conflict", message, engine, "--nproc", "use ddp")
     if world_size < facts.min_ranks:
         message = f"{engine} needs at least {facts.min_ranks} ranks, got --nproc {world_size}"
-        issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use single"))
+        yield Issue("parallel.engine", "conflict", message, engine, "--nproc", "use single")
     if tensor > 1 and config.task is None:
-        issues += _tensor_issues(config, world_size)
+        yield from _tensor_issues(config, world_size)
     dp, replicas = world_size // tensor, parallel.fsdp_replicas
     if "fsdp_replicas" in facts.settings and dp % replicas:
         message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
-        setting = "parallel.fsdp_replicas"
-        issues.append(Issue(setting, "does_not_divide", message, replicas, "--nproc", hint))
+        yield Issue("parallel.fsdp_replicas", "does_not_divide", message, replicas, "--nproc", hint)
     needs = optimizer_facts(optim).needs
     if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
         message, hint = "a custom optimizer needs whole replicas", "use ddp without parallel.tensor"
-        issues.append(Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint))
+        yield Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint)
     if config.task is not None and tensor > 1:
         message = f"{tensor} works with bert-dp's own models only"
-        issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "task", "use 1"))
+        yield Issue("parallel.tensor", "unsupported", message, tensor, "task", "use 1")
     if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
         other, value, hint = "parallel.engine", str(engine), "use ddp or zero1"
         if tensor > 1:
             other, value, hint = "parallel.tensor", str(tensor), "use parallel.tensor: 1"
         message = f"{optim} multiplies whole matrices, but {other}: {value} shards them"
-        issues.append(Issue("optim.name", "conflict", message, optim, other, hint))
+        yield Issue("optim.name", "conflict", message, optim, other, hint)
     if needs == "tensor_norms" and facts.flattens and sharded(engine, parallel.zero_stage):
         message = f"{optim} needs the norms of whole tensors, but DeepSpeed ZeRO flattens them"
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
-        issues.append(Issue("optim.name", "conflict", message, optim, "parallel.engine", hint))
+        yield Issue("optim.name", "conflict", message, optim, "parallel.engine", hint)
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
         message = f"fp16 loses small gradients without a loss scale, but precision is {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
-        issues.append(Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint))
+        yield Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint)
     if config.model.lstm_size:
         stage_3 = engine == "deepspeed" and parallel.zero_stage == 3
         for is_refused, setting, instead in (
@@ -79,12 +68,11 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
             if is_refused:
                 refused = value_at(config, setting)
                 message, hint = f"{refused} is not supported for a BiLSTM", f"use {instead}"
-                issues.append(Issue(setting, "unsupported", message, refused, "model.lstm_size", hint))
+                yield Issue(setting, "unsupported", message, refused, "model.lstm_size", hint)
     if config.precision in facts.refused_precisions:
         message = f"{config.precision} is not supported with parallel.engine: {engine}"
         hint = "use fp32 or bf16"
-        issues.append(Issue("precision", "unsupported", message, config.precision, "parallel.engine", hint))
-    return issues
+        yield Issue("precision", "unsupported", message, config.precision, "parallel.engine", hint)
 
 
 def rank_sets(config: Config, world_size: int) -> dict[str, int]:
@@ -124,71 +112,63 @@ def residual_issues(config: Config, precision: str) -> list[Issue]:
     return [Issue("model.residual_dtype", "conflict", message, "bf16", "precision", hint)]
 
 
-def _tensor_issues(config: Config, world_size: int) -> list[Issue]:
+def _tensor_issues(config: Config, world_size: int) -> Iterator[Issue]:
     engine, tensor = config.parallel.engine, config.parallel.tensor
-    issues = []
     if not engine_facts(engine).tensor:
         able = ", ".join(name for name, facts in ENGINES.items() if facts.tensor)
         message = f"{tensor} works with {able}, not with {engine}"
-        issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "parallel.engine"))
+        yield Issue("parallel.tensor", "unsupported", message, tensor, "parallel.engine")
     if world_size % tensor:
         message = f"{tensor} does not divide --nproc {world_size}"
         hint = f"use {nearest_divisors(world_size, tensor)}"
-        issues.append(Issue("parallel.tensor", "does_not_divide", message, tensor, "--nproc", hint))
+        yield Issue("parallel.tensor", "does_not_divide", message, tensor, "--nproc", hint)
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if (size := getattr(config.model, name)) % tensor:
             message = f"{size} is not a multiple of parallel.tensor {tensor}"
             hint = f"use parallel.tensor {nearest_divisors(size, tensor)}"
-            issues.append(Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint))
-    return issues
+            yield Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint)
 
 
-def finetune_issues(config: Config) -> list[Issue]:
+def finetune_issues(config: Config) -> Iterator[Issue]:
     """Find settings that conflict with labelled examples."""
     if not config.has_examples:
-        return []
-    issues = []
+        return
     labels, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and labels < 1 + (kind == "single_label"):
         hint = "list them, or use `bert-dp finetune`, which reads them from the data"
-        message = f"{labels} names for a {kind} task"
-        issues.append(Issue("finetune.labels", "missing", message, labels, hint=hint))
+        yield Issue("finetune.labels", "missing", f"{labels} names for a {kind} task", labels, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
-        issues.append(Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint))
+        yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
     try:
         finetuned_head(config.model, config.finetune)
     except ConfigError as error:
-        issues += error.issues
+        yield from error.issues
     for path, reason, hint in (
         ("batch.ramp_fraction", "batches are sorted by length inside one global batch", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
-            message = f"{value}, but {reason}"
-            issues.append(Issue(path, "conflict", message, value, "objective.name", hint))
-    return issues
+            yield Issue(path, "conflict", f"{value}, but {reason}", value, "objective.name", hint)
 
 
-def noise_issues(config: Config, dp: int) -> list[Issue]:
+def noise_issues(config: Config, dp: int) -> Iterator[Issue]:
     """Check that log.noise_scale can be measured on `dp` replicas."""
     parallel, batch = config.parallel, config.batch
     if not config.log.noise_scale:
-        return []
-    facts = engine_facts(parallel.engine)
-    if parallel.tensor > 1 or not facts.noise_scale:
+        return
+    if parallel.tensor > 1 or not engine_facts(parallel.engine).noise_scale:
         name = "engine" if parallel.tensor == 1 else "tensor"
         under = f"parallel.{name}: {getattr(parallel, name)}"
         message = f"true, but gradients at two batch sizes are not visible under {under}"
         hint = "use ddp, zero1 or single with parallel.tensor: 1, or log.noise_scale: false"
-        return [Issue("log.noise_scale", "unsupported", message, True, f"parallel.{name}", hint)]
-    if dp == 1 and batch.global_size <= batch.micro_size:
+        yield Issue("log.noise_scale", "unsupported", message, True, f"parallel.{name}", hint)
+    elif dp == 1 and batch.global_size <= batch.micro_size:
         fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
         fix = f"batch.micro_size: {fits[-1]}, " if fits else ""
         message = "true, but it compares two batches, and one replica with accumulation 1 has only one"
         hint = f"use {fix}more ranks, or log.noise_scale: false"
-        return [Issue("log.noise_scale", "conflict", message, True, "batch.micro_size", hint)]
-    return []
+        yield Issue("log.noise_scale", "conflict", message, True, "batch.micro_size", hint)
 
 
 def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
@@ -200,7 +180,7 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
         "optim": ("optim.name", optim.name, optimizer_facts(optim.name).settings, OPTIMIZERS),
     }
     issues: list[Issue] = []
-    for path, field, marks in all_settings():
+    for path, field, marks in schema.all_settings():
         section, _, name = path.rpartition(".")
         given = (value_at(config, section) if section else config).model_fields_set
         if name not in given or value_at(config, path) == field.default:
@@ -229,7 +209,7 @@ def _yaml_word(value: object) -> str:
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that differ from a saved configuration but may not change when its run resumes."""
-    free = {path for path, _, marks in all_settings() if FREE_ON_RESUME in marks}
+    free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
@@ -249,12 +229,10 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that make weights trained under the configuration `old` unusable in the new model.
-
-    Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing.
-    """
+    Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
-    of_model = [(path, marks) for path, _, marks in all_settings() if path.startswith("model.")]
-    fixed = [path for path, marks in of_model if FREE_FROM_WEIGHTS not in marks]
+    of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
+    fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]
     if new.model.position == "learned" and new.model.max_positions is None:
         fixed.append("data.sequence_length")
     if new.run.init_keeps == "moments":

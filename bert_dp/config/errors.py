@@ -1,8 +1,6 @@
 """Define issues (a problem with a setting, option, file or package) and ConfigError, and read untrusted
 files: regular files of limited size, with one line per problem."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -14,7 +12,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -56,7 +54,7 @@ class Issue:
         line = f"{self.setting}: {self.message}" if self.setting else self.message
         return f"{line}; {self.hint}" if self.hint else line
 
-    def within(self, outer: str) -> Issue:
+    def within(self, outer: str) -> Self:
         """Return the issue as one of `outer`, the setting or file that contains it."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
@@ -76,8 +74,8 @@ class ConfigError(ValueError):
         self.issues = tuple(issues)
         super().__init__("\n".join(map(str, self.issues)))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Issue, ...]]]:
-        return ConfigError, (self.issues,)  # the default would pickle the joined text
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Issue, ...]]]:
+        return type(self), (self.issues,)  # the default would pickle the joined text
 
 
 def require(module: str, extra: str, what: str) -> Any:

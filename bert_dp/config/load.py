@@ -79,11 +79,9 @@ _KINDS: Mapping[str, IssueKind] = {
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Resolve defaults < YAML file < overrides (`a.b=value`, with the value read as YAML).
-
-    If run.init_from is hf:DIR, DIR supplies model and tokenizer settings that are not set elsewhere.
-    Raises ConfigError with every problem found, each with its full path and a suggestion.
-    """
+    """Resolve defaults < YAML file < overrides (`a.b=value`, with the value read as YAML). If run.init_from
+    is hf:DIR, DIR supplies model and tokenizer settings that are not set elsewhere. Raises ConfigError with
+    every problem found, each with its full path and a suggestion."""
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None

@@ -1,27 +1,15 @@
 """Read manifest.json of shards and examples.json of labelled examples; compare them with a configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.errors import (
-    MAX_JSON_BYTES,
-    ConfigError,
-    Count,
-    Issue,
-    IssueKind,
-    Sha256,
-    StoredModel,
-    read_regular,
-    refusing,
-    sha256,
-)
+from bert_dp.config import errors
+from bert_dp.config.errors import ConfigError, Count, Issue, IssueKind, Sha256, StoredModel
 from bert_dp.config.schema import MAX_VOCAB_SIZE, BuildConfig, Config, LabelKind
 
 TOKEN_BYTES = 2
@@ -149,7 +137,7 @@ class Manifest(HashedFile):
         yield from self.held_out.shards
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Manifest:
+    def _agrees_with_itself(self) -> Self:
         issues = []
         if not (self.train.sequences and self.train.documents):
             issues.append("train: has no sequences")
@@ -227,10 +215,8 @@ def beyond(token: int, vocab_size: int) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """Read manifest.json; check its format, version, hash and content, the tokenizer's hash, and the size of
-    every shard on disk. No token is read.
-
-    Raises ConfigError with the file and the expected and actual values.
-    """
+    every shard on disk. No token is read. Raises ConfigError with the file and the expected and actual
+    values."""
     manifest = read_hashed(directory, Manifest)
     issues = []
     expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
@@ -239,7 +225,7 @@ def read_manifest(directory: Path) -> Manifest:
         actual: int | str = "no such file"
         try:
             if file.is_file():
-                actual = file.stat().st_size if isinstance(expected, int) else sha256(file)
+                actual = file.stat().st_size if isinstance(expected, int) else errors.sha256(file)
         except OSError as error:
             actual = str(error.strerror)
         if actual != expected:
@@ -253,11 +239,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read the model's file in a directory; check its format, version, hash and content. Raises ConfigError
-    with the expected and actual values."""
+    """Read the model's file in a directory; check format, version, hash and content. Raises ConfigError."""
     path = directory / model.file_name
-    with refusing(str(path), hint=model.hint):
-        content = json.loads(read_regular(path, MAX_JSON_BYTES))
+    with errors.refusing(str(path), hint=model.hint):
+        content = json.loads(errors.read_regular(path, errors.MAX_JSON_BYTES))
         if not isinstance(content, dict):
             raise ValueError("is not a JSON object")
         format, version = format_of(model)
@@ -363,7 +348,7 @@ class ExamplesManifest(HashedFile):
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> ExamplesManifest:
+    def _agrees_with_itself(self) -> Self:
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
         names, too_large = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
         if TRAIN not in self.splits:

@@ -3,14 +3,11 @@
 Marks say when a setting may change and when it has an effect; a section's marks apply to all its settings.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -50,13 +47,12 @@ CLOCKED = ("hours", *METERED)  # budgets whose number of steps is not known in a
 BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # of the schedule; exactly one is set
 
 
-@dataclasses.dataclass(frozen=True)
 class OnlyWith:
     """Mark a setting that has an effect only if `setting` has one of `values`; without values, if `setting`
     is set and neither 0 nor false."""
 
-    setting: str
-    values: tuple[object, ...] = ()
+    def __init__(self, setting: str, *values: object):
+        self.setting, self.values = setting, values
 
     def holds(self, value: object) -> bool:
         """Return True if the marked setting has an effect with this value of `setting`."""
@@ -168,11 +164,11 @@ class RunConfig(Section):
 class BuildConfig(Section):
     """Options for building shards from a corpus (`data build`, or `data.sources` on first use)."""
 
-    normalize: Annotated[bool, OnlyWith("data.tokenizer", (None,))] = True
+    normalize: Annotated[bool, OnlyWith("data.tokenizer", None)] = True
     """Normalize in the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then
     drop non-ASCII (accents, other scripts) and collapse spaces. A source that loses over 20 % of its letters,
     or has over 20 % unknown tokens, is refused."""
-    tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", (None,))] = (
+    tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", None)] = (
         "wordpiece"
     )
     """Kind of tokenizer to train if none is given. byte_bpe has a token for every byte, hence no unknown
@@ -182,7 +178,7 @@ class BuildConfig(Section):
     32,768 tokens, more for smaller vocabularies: 0.25 + 0.017 x + 0.0038 x^2, x = log2(32768 / tokens)."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = keep one of several documents with the same tokens; near = also MinHash LSH (extra `dedup`)."""
-    near_threshold: Annotated[float, OnlyWith("data.build.dedup", ("near",))] = Field(0.8, gt=0, le=1)
+    near_threshold: Annotated[float, OnlyWith("data.build.dedup", "near")] = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `near` drops the later of two documents."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of documents reserved for the held-out loss."""
@@ -205,11 +201,9 @@ class DataConfig(Section):
     """Existing tokenizer.json; null = train a tokenizer on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
     """Tokens per sequence."""
-    shuffle: Annotated[bool, OnlyWith("objective.name", ("mlm",)), OnlyWith("data.synthetic", (False,))] = (
-        True
-    )
+    shuffle: Annotated[bool, OnlyWith("objective.name", "mlm"), OnlyWith("data.synthetic", False)] = True
     """Permute the sequences anew in every epoch; false = in shard order."""
-    workers: Annotated[int, FREE_ON_RESUME, OnlyWith("data.synthetic", (False,))] = Field(1, ge=0, le=64)
+    workers: Annotated[int, FREE_ON_RESUME, OnlyWith("data.synthetic", False)] = Field(1, ge=0, le=64)
     """Prefetch threads per rank; 0 = none."""
     synthetic: bool = False
     """Train on one fixed micro batch of random tokens, to time steps without the data loader."""
@@ -226,14 +220,12 @@ class ModelConfig(Section):
     intermediate_size: int = Field(1536, ge=8, le=2**20)
     """Width after the activation; geglu projects to twice this."""
     position: Literal["scaled_sinusoidal", "rope", "learned"] = "scaled_sinusoidal"
-    rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.position", ("rope",))] = Field(
+    rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.position", "rope")] = Field(
         160_000.0, gt=0
     )
-    max_positions: Annotated[int | None, OnlyWith("model.position", ("learned",))] = Field(
-        None, ge=8, le=2**17
-    )
+    max_positions: Annotated[int | None, OnlyWith("model.position", "learned")] = Field(None, ge=8, le=2**17)
     """Rows of the position embedding; null = data.sequence_length + model.position_offset."""
-    position_offset: Annotated[int, OnlyWith("model.position", ("learned",))] = Field(0, ge=0, le=1024)
+    position_offset: Annotated[int, OnlyWith("model.position", "learned")] = Field(0, ge=0, le=1024)
     """Row of the first token's learned position (RoBERTa: 2); earlier rows are unused."""
     token_types: int = Field(0, ge=0, le=16)
     """Rows of the token-type embedding (BERT: 2, for the two texts of a pair); 0 = none."""
@@ -248,12 +240,12 @@ class ModelConfig(Section):
     """rope_theta of local layers."""
     mlp: Literal["geglu", "gelu"] = "geglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_bias: Annotated[bool, OnlyWith("model.norm", ("layernorm",))] = True
+    norm_bias: Annotated[bool, OnlyWith("model.norm", "layernorm")] = True
     """Give layernorms a bias."""
     norm_eps: Annotated[float, FREE_FROM_WEIGHTS] = Field(1e-12, gt=0)
     norm_position: Literal["pre", "post"] = "pre"
     """pre = before attention and MLP, and once at the end; post = after each residual sum (BERT, RoBERTa)."""
-    first_attention_norm: Annotated[bool, OnlyWith("model.norm_position", ("pre",))] = True
+    first_attention_norm: Annotated[bool, OnlyWith("model.norm_position", "pre")] = True
     """false = no norm before the first attention (ModernBERT)."""
     head: Literal["none", "dense"] = "none"
     """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
@@ -265,7 +257,7 @@ class ModelConfig(Section):
     """Dropout probability on embedding, attention output and MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Dropout probability on attention probabilities; above 0, they are materialized, which is slower."""
-    lstm_size: Annotated[int, OnlyWith("objective.name", ("distill",))] = Field(0, ge=0, le=2**17)
+    lstm_size: Annotated[int, OnlyWith("objective.name", "distill")] = Field(0, ge=0, le=2**17)
     """Hidden units per direction of a BiLSTM between the embedding (hidden_size) and the head; of the other
     model settings, only dropout then has an effect. 0 = a transformer."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
@@ -273,7 +265,7 @@ class ModelConfig(Section):
     norms and additions, rounds every sum, and needs `precision: bf16` (or auto if it resolves to bf16)."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
+    def _heads_divide(self) -> Self:
         if self.hidden_size % self.num_heads:
             near = nearest_divisors(self.hidden_size, self.num_heads)
             raise ValueError(
@@ -301,7 +293,7 @@ class ObjectiveConfig(Section):
     name: Literal["mlm", "finetune", "distill"] = "mlm"
     """Training objective: mlm = masked language modelling; finetune and distill = see the sections of the
     same names."""
-    mask_rate: Annotated[float, OnlyWith("objective.name", ("mlm",))] = Field(0.25, gt=0, lt=1)
+    mask_rate: Annotated[float, OnlyWith("objective.name", "mlm")] = Field(0.25, gt=0, lt=1)
     """Share of positions to predict: exactly round(mask_rate x sequence_length) in every sequence."""
 
 
@@ -318,7 +310,7 @@ class FinetuneConfig(Section):
     head: Literal["auto", "recipe", "native"] = "auto"
     """recipe = dense, tanh, dropout, linear; native = head of the transformers class that the encoder exports
     to; auto = native if there is a matching class, else recipe."""
-    head_size: Annotated[int, OnlyWith("finetune.head", ("auto", "recipe"))] = Field(1024, ge=1, le=2**17)
+    head_size: Annotated[int, OnlyWith("finetune.head", "auto", "recipe")] = Field(1024, ge=1, le=2**17)
     """Width of the recipe's head."""
     pooling: Literal["cls", "mean"] = "cls"
     """Input of the head: the first token of an example, or the mean over its tokens."""
@@ -338,7 +330,7 @@ class DistillConfig(Section):
     loss: Literal["mse", "kl"] = "mse"
     """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
     the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
-    temperature: Annotated[float, OnlyWith("distill.loss", ("kl",))] = Field(1.0, gt=0, le=1000)
+    temperature: Annotated[float, OnlyWith("distill.loss", "kl")] = Field(1.0, gt=0, le=1000)
     """Divisor of the logits of both student and teacher."""
     alpha: float = Field(0.0, ge=0, le=1)
     """Weight of the loss against labels. For augmented copies, the teacher's answer is the label."""
@@ -361,7 +353,7 @@ class BatchConfig(Section):
     """Sequences per increment of the ramp; a divisor of global_size."""
 
     @model_validator(mode="after")
-    def _quantum_divides(self) -> BatchConfig:
+    def _quantum_divides(self) -> Self:
         if self.ramp_fraction > 0 and self.ramp_quantum is None:
             raise ValueError("ramp_fraction is set, so ramp_quantum must be too (a divisor of global_size)")
         if self.ramp_quantum is not None and self.global_size % self.ramp_quantum:
@@ -390,11 +382,11 @@ class ScheduleConfig(Section):
     start to its exit."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
     """Budget in kWh, measured or at run.watts_per_device, over every start of the run."""
-    warmup_fraction: Annotated[float, OnlyWith("schedule.name", ("linear", "cosine", "wsd"))] = Field(
+    warmup_fraction: Annotated[float, OnlyWith("schedule.name", "linear", "cosine", "wsd")] = Field(
         0.06, ge=0, lt=1
     )
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
-    decay_fraction: Annotated[float, OnlyWith("schedule.name", ("wsd",))] = Field(0.2, gt=0, le=1)
+    decay_fraction: Annotated[float, OnlyWith("schedule.name", "wsd")] = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
 
     @property
@@ -403,7 +395,7 @@ class ScheduleConfig(Section):
         return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @model_validator(mode="after")
-    def _one_budget(self) -> ScheduleConfig:
+    def _one_budget(self) -> Self:
         budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(budgets) != 1:
             raise ValueError(f"set exactly one of {', '.join(BUDGETS)} (got {', '.join(budgets) or 'none'})")
@@ -418,7 +410,7 @@ class OptimConfig(Section):
     (docs/own-code.md), with --allow-code."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto (only lamb) = the untuned rule 5e-3 sqrt(global_size / 32768)."""
-    lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", ("sqrt", "linear"))] = Field(
+    lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", "sqrt", "linear")] = Field(
         None, ge=1, le=MAX_BATCH
     )
     """Global batch that lr was tuned for, for lr_scaling."""
@@ -444,7 +436,7 @@ class OptimConfig(Section):
             raise ValueError("expected a number above 0, or auto (LAMB's untuned rule)") from None
 
     @model_validator(mode="after")
-    def _rate_rules(self) -> OptimConfig:
+    def _rate_rules(self) -> Self:
         if self.lr == "auto" and self.name != "lamb":
             raise ValueError(f"lr: auto is LAMB's untuned rule; set a number for {self.name}")
         if self.lr == "auto" and self.lr_scaling != "none":
@@ -497,7 +489,7 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     every_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps between held-out evaluations; 0 = only at the end."""
-    max_sequences: Annotated[int, OnlyWith("objective.name", ("mlm",))] = Field(2048, ge=1, le=MAX_STEPS)
+    max_sequences: Annotated[int, OnlyWith("objective.name", "mlm")] = Field(2048, ge=1, le=MAX_STEPS)
     """Maximum number of held-out sequences to evaluate."""
 
 
@@ -532,10 +524,8 @@ class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", ("finetune", "distill"))] = (
-        FinetuneConfig()
-    )
-    distill: Annotated[DistillConfig, OnlyWith("objective.name", ("distill",))] = DistillConfig()
+    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", "finetune", "distill")] = FinetuneConfig()
+    distill: Annotated[DistillConfig, OnlyWith("objective.name", "distill")] = DistillConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig
     optim: OptimConfig = OptimConfig()
@@ -553,7 +543,7 @@ class Config(Section):
     training."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> Config:
+    def _one_source(self) -> Self:
         if self.task is not None:  # a custom task has its own data and model
             if self.schedule.epochs is not None:
                 raise ValueError(

@@ -40,8 +40,7 @@ STALE_S = 45.0  # time for a change by another node to appear: a shared director
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
-    """Wait up to STALE_S for a file from another node; return False if it does not appear. An OSError in
-    `is_current` counts as False."""
+    """Wait up to STALE_S for another node's file; return whether it appears. An OSError counts as absent."""
     end = time.monotonic() + STALE_S
     while True:
         with contextlib.suppress(OSError):

@@ -73,8 +73,7 @@ class Tail:
 def cut_back(path: Path, step: int) -> None:
     """Drop truncated lines and lines after `step`, atomically, in constant memory."""
     if path.exists():
-        kept = (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step)
-        write_text(path, kept)
+        write_text(path, (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -4,8 +4,6 @@ The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so th
 Rank 0 reads sums and rates from it and extrapolates them to the present.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading
@@ -14,13 +12,11 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from bert_dp.config.errors import ConfigError, Issue, StoredModel, read_regular, refusing
+from bert_dp.config.schema import Config, RunConfig
 from bert_dp.files.json_lines import MAX_JSON_BYTES, write_json
-
-if TYPE_CHECKING:
-    from bert_dp.config.schema import Config, RunConfig
 
 LEDGER = "ledger.json"
 RAPL = Path("/sys/class/powercap")
@@ -168,7 +164,7 @@ class Ledger:
         self._lock, self._end = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._write_often, name="ledger", daemon=True)
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         self.update()
         self._thread.start()
         return self
@@ -237,11 +233,8 @@ class Ledger:
 
 
 class Spending:
-    """Compute the share of a budget in dollars or kWh that a run has spent.
-
-    The share reaches 1 when only a reserve is left: `end_s` to save and close the run, plus `evaluation_s`,
-    updated by the training loop.
-    """
+    """Compute the share of a budget in dollars or kWh that a run has spent. The share reaches 1 when only a
+    reserve is left: `end_s` to save and close the run, plus `evaluation_s`, updated by the training loop."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s

@@ -52,11 +52,9 @@ def describe_exit_code(code: int, without: str) -> str:
 
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
-    """Kill child processes and remove `scratch` if this process is killed inside the block.
-
-    Ranks normally exit by themselves, unless they are stopped (SIGSTOP) or hold the interpreter lock. The
-    reaper is a small process that waits until its standard input closes.
-    """
+    """Kill child processes and remove `scratch` if this process is killed inside the block. Ranks normally
+    exit by themselves, unless they are stopped (SIGSTOP) or hold the interpreter lock. The reaper is a small
+    process that waits until its standard input closes."""
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])

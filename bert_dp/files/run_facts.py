@@ -8,21 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
-from bert_dp.config import FinetuneConfig
+from bert_dp.config import ConfigError, FinetuneConfig, Issue, errors
 from bert_dp.config.checks import Kind
-from bert_dp.config.errors import (
-    MAX_JSON_BYTES,
-    ConfigError,
-    Count,
-    Issue,
-    Sha256,
-    StoredModel,
-    problem_lines,
-    read_regular,
-    refusing,
-    require,
-    sha256,
-)
+from bert_dp.config.errors import Count, Sha256, StoredModel
 from bert_dp.config.hf import EXPORTED, TOKENIZER
 from bert_dp.files.models import InitFrom, StoredFile
 
@@ -71,9 +59,9 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
     """Read state.json of the checkpoint `path`. Raises OSError or ValueError."""
     file = path / "state.json"
     try:
-        return CheckpointFacts.model_validate_json(read_regular(file, MAX_JSON_BYTES))
+        return CheckpointFacts.model_validate_json(errors.read_regular(file, errors.MAX_JSON_BYTES))
     except ValidationError as error:
-        raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
+        raise ValueError("; ".join(f"{file.name}: {line}" for line in errors.problem_lines(error))) from None
 
 
 def weights_hash(checkpoint: Path) -> str:
@@ -144,13 +132,13 @@ class Exported(StoredFile):
 def read_exported(directory: Path) -> Exported:
     """Read export.json, and check the hashes of the model's files in the directory. Raises ConfigError."""
     path = directory / EXPORTED
-    with refusing("DIR", str(path), Exported.hint):
-        exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
+    with errors.refusing("DIR", str(path), Exported.hint):
+        exported = Exported.model_validate_json(errors.read_regular(path, errors.MAX_JSON_BYTES))
     for name in loaded_files(exported.format):
         file = directory / name
         if not file.is_file():
             message = f"{directory} has no {name}"
-        elif sha256(file) != exported.files.get(name):
+        elif errors.sha256(file) != exported.files.get(name):
             message = f"{file} is not the exported file (its SHA-256 differs)"
         else:
             continue
@@ -166,4 +154,4 @@ def loaded_files(form: ExportFormat) -> list[str]:
 def require_loaders(exported: Exported, use: str) -> None:
     """Import the packages that load an exported model. `use`: verb that needs them. Raises ConfigError."""
     for package in LOADERS[exported.format]:
-        require(package, "export", use)
+        errors.require(package, "export", use)

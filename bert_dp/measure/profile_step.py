@@ -32,18 +32,10 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
+    layout, comm = batch_layout(config, 1), HostCollectives(ALONE, None)
     task = tasks.make_task(config, device)
-    rank = Rank(
-        config=config,
-        layout=batch_layout(config, 1),
-        run_dir=work,
-        comm=HostCollectives(ALONE, None),
-        device=device,
-        task=task,
-        data=task.open_data(),
-        heartbeat=HeartbeatWriter(work / "heartbeats" / "rank-0"),
-        signals=Signals(),
-    )
+    heartbeat = HeartbeatWriter(work / "heartbeats" / "rank-0")
+    rank = Rank(config, layout, work, comm, device, task, task.open_data(), heartbeat, Signals())
     trainer, *_ = build.build_trainer(rank)
     try:
         yield trainer
@@ -53,8 +45,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the trainer's
-    weights."""
+    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the weights."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
     hooks = [

@@ -28,11 +28,9 @@ def make_optimizer(
     compiled: bool = False,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>`, or of the user's file.
-
-    By the names in `named`, `model` decides which parameters are decayed and which are matrices. `precision`:
-    the run's. The learning rate is set before every step.
-    """
+    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>`, or of the user's file. By the
+    names in `named`, `model` decides which parameters are decayed and which are matrices. `precision`: the
+    run's. The learning rate is set before every step."""
     is_own = CODE.fullmatch(config.name) is not None
     make = (
         load_function(config.name) if is_own else importlib.import_module(f"bert_dp.optim.{config.name}").make

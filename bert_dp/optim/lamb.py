@@ -2,8 +2,6 @@
 root, and the trust ratio ||w|| / ||u|| over a whole tensor, only for tensors with weight decay. The engine
 clips by the global norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,18 +15,16 @@ from bert_dp.optim import Named, Optimizer, parameter_groups
 Tensors = list[Tensor]
 
 
-def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Lamb:
+def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Optimizer:
     """Build LAMB; see `bert_dp.optim.make_optimizer`."""
     groups = parameter_groups(named, config.weight_decay, model.is_decayed)
     return Lamb(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, compiled=compiled)
 
 
 class Lamb(Optimizer):
-    """LAMB; keeps Adam's step, exp_avg, exp_avg_sq. `step` overwrites .grad with the update.
-
-    With `compiled`, fused kernels: `moments` makes 7 memory passes (as many as all of AdamW), `descend` 3;
-    full-tensor norms are computed between them.
-    """
+    """LAMB; keeps Adam's step, exp_avg, exp_avg_sq. `step` overwrites .grad with the update. With `compiled`,
+    fused kernels: `moments` makes 7 memory passes (as many as all of AdamW), `descend` 3; full-tensor norms
+    are computed between them."""
 
     def __init__(
         self,
@@ -84,11 +80,8 @@ def moments(
     rule: tuple[float, float, float, float],
 ) -> Tensor:
     """Update the moments in place, overwrite each gradient by its update and return [2, N] squared norms, of
-    the tensors first.
-
-    `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps, weight decay. A tensor without elements
-    on this rank contributes 0.
-    """
+    the tensors first. `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps, weight decay. A
+    tensor without elements on this rank contributes 0."""
     beta1, beta2, eps, weight_decay = rule
     new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
     correction1 = 1.0 - beta1 ** step.clamp(min=1.0)

@@ -5,8 +5,6 @@ AdamW update, so that one learning rate serves both (arXiv 2502.16982, 2.2). A p
 matrices is split: orthogonalised as one it trains worse (Megatron-LM issue 1428).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +26,7 @@ FusedSplit = tuple[int, int]
 WHOLE: FusedSplit = (0, 1)
 
 
-def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Muon:
+def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Optimizer:
     """Build Muon for the matrices and AdamW for the rest; see `bert_dp.optim.make_optimizer`."""
     matrices = {name: parameter for name, parameter in named if model.is_matrix(name)}
     rest = [(name, parameter) for name, parameter in named if name not in matrices]
@@ -56,9 +54,7 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 class Muon(Optimizer):
     """Update matrices by Muon, other tensors by AdamW. A group of matrices (state momentum_buffer) has
     `splits`, the FusedSplit of each parameter. `step` overwrites .grad with the input to orthogonalisation.
-
-    Each matrix must be whole on its rank.
-    """
+    Each matrix must be whole on its rank."""
 
     def __init__(
         self,

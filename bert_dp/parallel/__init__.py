@@ -23,11 +23,9 @@ State = dict[str, dict[str, Tensor]]
 
 class Engine(Protocol):
     """Interface of an engine: six methods, dp_rank and dp_size, and norm_pairs if it can measure gradient
-    noise. Data is split by dp_rank and dp_size, never by world rank.
-
-    A new engine is a file here with a class `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py` (used
-    by checks, memory estimates, `scale` and hang reports) and a row of the parity matrix.
-    """
+    noise. Data is split by dp_rank and dp_size, never by world rank. A new engine is a file here with a class
+    `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py` (used by checks, memory estimates, `scale` and
+    hang reports) and a row of the parity matrix."""
 
     dp_rank: int
     dp_size: int
@@ -65,10 +63,8 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """Create class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler.
-
-    Raises ConfigError if a package that the engine wraps is not installed.
-    """
+    """Create class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler. Raises
+    ConfigError if a package that the engine wraps is not installed."""
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     try:
         engine: Engine = module.Engine(config, world, device, precision=precision, run_dir=run_dir)

@@ -49,15 +49,13 @@ class Engine:
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model. Raises ConfigError if environment variables make accelerate choose another wrapper
-        than DDP."""
+        """Wrap the model. Raises ConfigError if the environment makes accelerate choose another wrapper."""
         self._model = model
         with warnings.catch_warnings():  # accelerate passes broadcast_buffers, which torch 2.13 renames
             warnings.simplefilter("ignore", FutureWarning)
             self._wrapped = self._accelerator.prepare(model)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
-            kind = self._accelerator.distributed_type.value
-            text = f"accelerate chose {kind} for {self.dp_size} ranks"
+            text = f"accelerate chose {self._accelerator.distributed_type.value} for {self.dp_size} ranks"
             hint = "unset ACCELERATE_USE_*, or start accelerate's launcher with --multi_gpu"
             raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
         # accelerate's optimizer wrapper would hide the attributes set by `clip_and_step`

@@ -15,9 +15,7 @@ from bert_dp.training.process import World
 
 class RankGrid:
     """Arrange ranks as [dp, tp]; a replica's tensor-parallel ranks are consecutive, to share a node.
-
-    `replicas` > 1 splits dp further, into [replicas, dp / replicas].
-    """
+    `replicas` > 1 splits dp further, into [replicas, dp / replicas]."""
 
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
         self.tp_rank, self.tp_size = world.rank % tensor, tensor
@@ -36,10 +34,8 @@ class RankGrid:
 
 
 class ShardedSums:
-    """Sum over whole tensors, given sums over this rank's parts: [k, N] -> [k, N], N tensors.
-
-    `counts_N` is 0 for a tensor that another rank of the group already counts. Collective over `groups`.
-    """
+    """Sum over whole tensors, given sums over this rank's parts: [k, N] -> [k, N], N tensors. `counts_N` is 0
+    for a tensor that another rank of the group already counts. Collective over `groups`."""
 
     def __init__(self, counts_N: Tensor | None = None, groups: Sequence[dist.ProcessGroup | None] = ()):
         self._counts_N = counts_N

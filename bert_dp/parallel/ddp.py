@@ -103,10 +103,8 @@ class Engine:
 def reduce_narrow(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over the ranks in 16 bits, dividing first so that fp16 cannot overflow.
-
-    torch's own bf16 hook rejects gloo.
-    """
+    """Average a bucket over the ranks in 16 bits, dividing first so that fp16 cannot overflow. torch's own
+    bf16 hook rejects gloo."""
     group, dtype = state
     buffer = bucket.buffer()
     narrow = (buffer / group.size()).to(dtype)

@@ -119,8 +119,7 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Raises ValueError if step counts differ between parameters: DeepSpeed has one
-        count."""
+        """Load the state. Raises ValueError if step counts differ: DeepSpeed has one for all parameters."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return

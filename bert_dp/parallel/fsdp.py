@@ -98,5 +98,4 @@ class Engine:
     def _shard(self, name: str, whole: Tensor) -> Tensor:
         like = self._sharded[name]
         shard = self._tensor.shard(name, whole).to(like.device)
-        placed = distribute_tensor(shard, like.device_mesh, like.placements, src_data_rank=None)
-        return placed.to_local()
+        return distribute_tensor(shard, like.device_mesh, like.placements, src_data_rank=None).to_local()

@@ -25,10 +25,8 @@ def read_state(
     keep: bool = True,
 ) -> State | None:
     """Copy the state to the host; a tied tensor appears once, under its first name. Collective if `unshard`
-    is. A rank without `keep` takes part but copies nothing and gets None.
-
-    `parameters`: name -> the optimizer's tensor, which shares memory with the model's.
-    """
+    is. A rank without `keep` takes part but copies nothing and gets None. `parameters`: name -> the
+    optimizer's tensor, which shares memory with the model's."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     tensors = {**model.state_dict(), **parameters}
     weights = ((name, unshard(name, tensor)) for name, tensor in tensors.items())
@@ -58,9 +56,7 @@ def write_state(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Load a canonical state of this model in place; an empty optimizer or scaler part resets it.
-
-    `parameters`: name -> the optimizer's tensor, which shares memory with the model's.
-    """
+    `parameters`: name -> the optimizer's tensor, which shares memory with the model's."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():

@@ -32,9 +32,7 @@ class TensorParallel:
 
     def shard_model(self, model: Model) -> None:
         """Replace each parameter in `model.tensor_plan()` by this rank's shard; the others remain replicated.
-
-        Raises ConfigError for a model without a plan.
-        """
+        Raises ConfigError for a model without a plan."""
         if self._size == 1:
             return
         plan = model.tensor_plan()
@@ -229,12 +227,10 @@ class _LookUp(torch.autograd.Function):
 def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the terms of the cross entropy, reducing P and 2 P numbers instead of gathering P x V.
-
-    Returns, relative to the greatest logit over all ranks: exp_PV of this rank's columns, sum_P of all ranks'
+    """Compute the terms of the cross entropy, reducing P and 2 P numbers instead of gathering P x V. Returns,
+    relative to the greatest logit over all ranks: exp_PV of this rank's columns, sum_P of all ranks'
     exponentials, label_P, the label's logit (0 for a negative label), local_P, the label's local column, and
-    mine_P, True if this rank has that column.
-    """
+    mine_P, True if this rank has that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
     local_P = labels_P - rank * logits_PV.shape[1]

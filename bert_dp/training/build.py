@@ -7,16 +7,8 @@ from typing import Any
 import torch
 
 from bert_dp import cost, files, optim, parallel
-from bert_dp.config import (
-    ConfigError,
-    Issue,
-    changed_settings,
-    decide_precision,
-    export_formats,
-    peak_lr,
-    residual_issues,
-)
-from bert_dp.config.checks import ProfilePlan
+from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, export_formats, peak_lr
+from bert_dp.config.checks import ProfilePlan, residual_issues
 from bert_dp.config.errors import sha256
 from bert_dp.config.own_code import changed_code, code_hashes
 from bert_dp.data.stream import TrainingStream
@@ -24,17 +16,9 @@ from bert_dp.files import CheckpointFacts
 from bert_dp.model.load import first_state, prepare_model
 from bert_dp.optim import Named
 from bert_dp.tasks import DatasetInfo, Stream
-from bert_dp.training import checkpoint
+from bert_dp.training import checkpoint, devices
 from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
-from bert_dp.training.devices import (
-    Placement,
-    Precision,
-    allow_tf32,
-    device_name,
-    format_cores,
-    has_bf16,
-    precision_of,
-)
+from bert_dp.training.devices import Placement, Precision, device_name
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Meter, sample_communication
@@ -52,8 +36,7 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on a rank whose data differ from rank 0's: nodes may have separate caches.
-    Collective."""
+    """Raise ConfigError on a rank whose data differ from rank 0's (nodes may have own caches). Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
         message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"
@@ -62,11 +45,9 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to resume from; every rank follows rank 0's choice and raises its error.
-
-    policy: auto = the newest valid one in the run directory, if it contains any; never; or a path. Raises
-    ConfigError if none of the existing ones is valid, or a fixed setting or the data differ. Collective.
-    """
+    """Load the checkpoint to resume from; every rank follows rank 0's choice and raises its error. `policy`:
+    auto = the newest valid one in the run directory, if it contains any; never; or a path. Raises ConfigError
+    if none of the existing ones is valid, or a fixed setting or the data differ. Collective."""
     if policy == "never":
         return None
 
@@ -111,13 +92,13 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
         config.precision,
         [config.parallel.engine],
         on_gpu=rank.device.type == "cuda",
-        has_bf16=bool(rank.comm.all_gather([has_bf16(rank.device)]).all()),
+        has_bf16=bool(rank.comm.all_gather([devices.has_bf16(rank.device)]).all()),
         kept=resumed.facts.precision if resumed else None,
     )
     name = rank.comm.broadcast(chosen)
     if issues := residual_issues(config, name):
         raise ConfigError(issues)
-    return precision_of(name)
+    return devices.precision_of(name)
 
 
 def build_trainer(
@@ -127,7 +108,7 @@ def build_trainer(
     `plan`: steps to profile. Raises ConfigError for a checkpoint of another model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
-    allow_tf32(precision, device)
+    devices.allow_tf32(precision, device)
     state = TrainState.from_checkpoint(resumed.facts) if resumed else TrainState()
     bare, compiled = prepare_model(rank, precision)
     num_parameters = sum(p.numel() for p in bare.parameters())
@@ -265,7 +246,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
-        "cores": [format_cores(share) for share in placed.shares],  # for each rank on rank 0's node
+        "cores": [devices.format_cores(share) for share in placed.shares],  # for each rank on rank 0's node
         "config_hash": trainer.config.hash(),
         "code": trainer.metadata["code"],
         "precision": trainer.precision.name,

@@ -7,8 +7,6 @@ the newest checkpoint that passes verification. Rank 0 writes in a background th
 (safetensors since 0.8, SHA-256, fsync, the search for NaN) release Python's GIL.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -23,7 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -45,8 +43,7 @@ SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent
 
 @dataclasses.dataclass
 class TrainState:
-    """Progress of a run. A checkpoint's state.json stores the fields in SAVED; the others apply to this start
-    only."""
+    """Progress of a run. state.json stores the fields in SAVED; the others apply to this start only."""
 
     step: int = 0
     """Completed optimizer steps."""
@@ -75,7 +72,7 @@ class TrainState:
     """Failure that requires the run to end."""
 
     @classmethod
-    def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
+    def from_checkpoint(cls, facts: CheckpointFacts) -> Self:
         """Return the state for resuming from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
@@ -157,11 +154,9 @@ def _step_of(path: Path) -> int:
 
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
-
     Directories renamed by set_aside_after are removed once the run has reached their step again. The two
     newest checkpoints that pass verification are kept (one at keep = 1), so one is removed only when enough
-    newer ones are valid. `trusted` are known to be valid and are not read again.
-    """
+    newer ones are valid. `trusted` are known to be valid and are not read again."""
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
     listed = list_checkpoints(folder)
@@ -191,8 +186,7 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 
 def check(path: Path) -> str | None:
-    """Return why `path` is not a valid checkpoint, else None. Compares files with the manifest's sizes and
-    hashes."""
+    """Return why `path` is not a valid checkpoint by its manifest's sizes and hashes, else None."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
@@ -275,9 +269,7 @@ def kind(tensor: Tensor) -> str:
 
 def resolve(source: str) -> Path:
     """Find the checkpoint at a path, or the newest valid one in a run directory or its checkpoints folder.
-
-    Prints newer but damaged ones to stderr. Raises ConfigError if none is valid, with the problem of each.
-    """
+    Prints newer but damaged ones to stderr. Raises ConfigError if none is valid, with the problem of each."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -317,8 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save at this time that paused training for `pause_s`. Returns a log line when the interval
-        first grows."""
+        """Record a save that paused training for `pause_s`; return a line when the interval first grows."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
@@ -336,11 +327,8 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's receives states.
-
-    A failed save leaves earlier checkpoints intact and is counted; `abort_reason` is set if it must end the
-    run.
-    """
+    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's receives states. A failed
+    save leaves earlier checkpoints intact and is counted; `abort_reason` is set if it must end the run."""
 
     def __init__(
         self,
@@ -384,8 +372,7 @@ class AsyncCheckpointer:
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for the write; return the newest saved checkpoint's step. Raises unexpected errors of the
-        writer."""
+        """Wait for the write; return the newest saved step. Raises unexpected errors of the writer."""
         self.close()
         if self._writing is not None:
             self._writing.result()

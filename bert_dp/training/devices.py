@@ -31,8 +31,7 @@ def own_host_and_device(device: torch.device) -> HostAndDevice:
     if device.type == "cpu":
         return HostAndDevice(node, None)
     gpu: Any = torch.cuda.get_device_properties(device.index)  # torch's stubs lack the PCI fields
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    return HostAndDevice(node, address)
+    return HostAndDevice(node, f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def choose_device(setting: str, world: World) -> torch.device:
@@ -92,10 +91,8 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Bind this rank to its cores and set its number of threads.
-
-    `places`: host and device of every rank; () = only this rank. Other ranks' GPUs may be invisible here.
-    """
+    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank; ()
+    = only this rank. Other ranks' GPUs may be invisible here."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
         here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
@@ -108,12 +105,10 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of the cores it may use.
-
-    `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks,
-    nothing is bound. A rank allowed fewer cores than its parent was bound on purpose (srun, numactl) and
-    keeps them. `root`: the directory that contains sys/.
-    """
+    """Bind this process to cores near its GPU, or to an equal share of the cores it may use. `gpus`: the PCI
+    address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks, nothing is bound. A
+    rank allowed fewer cores than its parent was bound on purpose (srun, numactl) and keeps them. `root`: the
+    directory that contains sys/."""
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
         shares: tuple[Cores, ...] = (tuple(sorted(allowed)),)
@@ -165,8 +160,7 @@ def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
 
 
 def pci_node(address: str, root: Path) -> int | None:
-    """Return a PCI device's NUMA node, address domain:bus:device.function; None if the kernel does not know
-    it."""
+    """Return the NUMA node of a PCI device, domain:bus:device.function; None if it is not known."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
 
@@ -182,8 +176,7 @@ def parse_cores(text: str) -> list[int]:
 
 def format_cores(cores: Iterable[int]) -> str:
     """Format cores in the kernel's list format, the inverse of `parse_cores`."""
-    ordered = sorted(cores)
-    groups = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    groups = itertools.groupby(enumerate(sorted(cores)), key=lambda pair: pair[1] - pair[0])
     runs = [[core for _, core in group] for _, group in groups]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -242,8 +235,7 @@ def alloc_retries(device: torch.device) -> int | None:
 
 
 def joules(device: torch.device) -> float | None:
-    """Return NVML's energy counter, in joules since the driver of this device was loaded; None without
-    one."""
+    """Return NVML's energy counter in joules since the device's driver was loaded; None without one."""
     if device.type != "cuda":
         return None
     try:

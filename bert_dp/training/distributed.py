@@ -25,10 +25,8 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Exchange small host values on a gloo group separate from the gradients' group.
-
-    Every rank must call the same methods in the same order. Without a group, they return their argument.
-    """
+    """Exchange small host values on a gloo group separate from the gradients' group. Every rank must call the
+    same methods in the same order. Without a group, they return their argument."""
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
         self.world = world
@@ -119,8 +117,7 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL refuses, or a set of ranks (rank_sets) spans
-    nodes."""
+    """Raise ConfigError if ranks share a GPU (NCCL refuses that) or a set of `rank_sets` spans nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -136,10 +133,8 @@ def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> No
 def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
-    """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values.
-
-    `store`: None = rendezvous here. A single rank joins none unless `group_of_one` (ddp engine on one GPU).
-    """
+    """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
+    None = rendezvous here. A single rank joins none unless `group_of_one` (ddp engine on one GPU)."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -237,10 +232,8 @@ class SharedClock:
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
         """Return the amount spent by the start of this step, never decreasing, and any rank's stop request.
-
         The first exchange returns the initial elapsed_s, or rank 0's share of the budget. The second waits
-        for rank 0's reading, as no step has been timed before. Collective.
-        """
+        for rank 0's reading, as no step has been timed before. Collective."""
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
             self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)

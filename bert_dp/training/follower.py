@@ -1,7 +1,5 @@
 """Start the process that displays and finishes a run not started by our launcher. Torch-free."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 from bert_dp import files
 from bert_dp.config import Config, dump_config
@@ -29,7 +28,7 @@ class Follower:
         self._cores = os.sched_getaffinity(0)  # read before this rank is bound to a subset
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> Self:
         return self
 
     def start(self, config: Config) -> None:

@@ -26,11 +26,11 @@ from bert_dp.training.checkpoint import AsyncCheckpointer, SaveTimer, TrainState
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
-from bert_dp.training.process import HeartbeatWriter, LogErrors, Records, Signals
+from bert_dp.training.process import HeartbeatWriter, Records, Signals
 from bert_dp.training.profiler import StepTrace
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Rank:
     """Context of one rank after the rendezvous, before it builds anything."""
 
@@ -43,7 +43,6 @@ class Rank:
     data: DatasetInfo
     heartbeat: HeartbeatWriter
     signals: Signals
-    log_errors: LogErrors = dataclasses.field(default_factory=LogErrors)
 
     def log_rank0(self, text: str) -> None:
         """Write a line to rank 0's log, which the launcher shows. Does nothing on other ranks."""
@@ -142,8 +141,7 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return held-out measurements of the task, without dropout. `stopped`, `run_dir`: see `Context`.
-    Collective."""
+    """Return the task's held-out measurements, without dropout. Options: see Context. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -162,8 +160,7 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Train until the budget is spent, any rank gets a signal or the run aborts; update `state`.
-    Collective."""
+    """Train until the budget is spent, a rank gets a signal or the run aborts; update `state`. Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)
     meter.start(trainer.stream.wait_s)
@@ -224,8 +221,7 @@ def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
     """Return this rank's stop request."""
-    failed = bool(state.abort_reason or trainer.checkpointer.abort_reason)
-    return Stop(trainer.signals.received, failed)
+    return Stop(trainer.signals.received, bool(state.abort_reason or trainer.checkpointer.abort_reason))
 
 
 def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:

@@ -55,10 +55,8 @@ class Signals:
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Disable automatic garbage collection in the block, except after GC_THRESHOLD new objects; gc.collect()
-    still works. Objects that exist on entry are never examined.
-
-    Otherwise Python would pause each rank at a different step, and all other ranks with it.
-    """
+    still works. Objects that exist on entry are never examined. Otherwise Python would pause each rank at a
+    different step, and all other ranks with it."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -70,34 +68,29 @@ def gc_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-class LogErrors:
-    """Count this process's failed writes of its log, for summary.json."""
-
-    def __init__(self) -> None:
-        self.failed_writes = 0
-
-
 class TolerantFile(io.FileIO):
     """Write to an open file descriptor; count and discard failed writes."""
 
-    def __init__(self, descriptor: int, errors: LogErrors):
+    failed_writes = 0
+    """Failed writes of this process's log, for summary.json."""
+
+    def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
-        self._errors = errors
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
             written: int | None = super().write(data)
             if written is not None:  # None: a full pipe that does not block
                 return written
-        self._errors.failed_writes += 1
+        TolerantFile.failed_writes += 1
         return len(data)
 
 
 class LogStream(io.TextIOWrapper):
     """Write text to a descriptor: mask secrets, flush after each line, raise no OSError."""
 
-    def __init__(self, descriptor: int, errors: LogErrors):
-        raw = io.BufferedWriter(TolerantFile(descriptor, errors))
+    def __init__(self, descriptor: int):
+        raw = io.BufferedWriter(TolerantFile(descriptor))
         super().__init__(raw, "utf-8", "backslashreplace", line_buffering=True)
         self._secrets = files.secret_values(os.environ)
 
@@ -125,15 +118,15 @@ class Records:
                 self._log(f"warning: could not write step {line['step']} to {name}: {error}")
 
 
-def redirect_output(rank: int, errors: LogErrors) -> None:
+def redirect_output(rank: int) -> None:
     """Append all output of this process to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a separator
     line if an earlier process wrote there; append stacks on SIGUSR2 to rank-N.stack. Counts failed writes."""
-    sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError:
-            errors.failed_writes += 1
+            TolerantFile.failed_writes += 1
         else:
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -155,10 +148,8 @@ def show_stacks_on_signal(rank: int) -> None:
 
 
 def follow_launcher() -> None:
-    """Exit as soon as the launcher has exited, however it ended.
-
-    torchrun puts each worker into a separate session, so nothing else would stop this process.
-    """
+    """Exit as soon as the launcher has exited, however it ended. torchrun puts each worker into a separate
+    session, so nothing else would stop this process."""
     pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
         return
@@ -180,10 +171,8 @@ def follow_launcher() -> None:
 
 
 def record_error(rank: int, error: BaseException) -> None:
-    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log.
-
-    The order matters: once the launcher finds the file, it stops showing the log and reports the cause first.
-    """
+    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters: once the
+    launcher finds the file, it stops showing the log and reports the cause first."""
     secrets = files.secret_values(os.environ)  # a library's message may contain one
     folder = os.environ.get(files.LOG_DIR)
     if folder:
@@ -282,11 +271,9 @@ class HeartbeatWriter:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; return anonymous memory if no file can be written.
-
-    The zeros are written out: if the file were sparse and the disk full, a later store would kill the rank
-    with SIGBUS. An earlier run's file is replaced, not truncated, as its owner may still write to it.
-    """
+    """Create and map a file of zeros; return anonymous memory if no file can be written. The zeros are
+    written out: if the file were sparse and the disk full, a later store would kill the rank with SIGBUS. An
+    earlier run's file is replaced, not truncated, as its owner may still write to it."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
@@ -321,9 +308,7 @@ class World:
 
 def read_world(environ: Mapping[str, str]) -> World:
     """Read rank and world size from the first scheme that is set; without one, return a world of one process.
-
-    Raises ConfigError for variables that are not integers or a rank outside the world.
-    """
+    Raises ConfigError for variables that are not integers or a rank outside the world."""
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
             continue

@@ -21,7 +21,7 @@ from bert_dp.config.schema import METERED
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
 from bert_dp.training import process
 from bert_dp.training.follower import Follower
-from bert_dp.training.process import LogErrors, Signals, World
+from bert_dp.training.process import Signals, World
 
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
@@ -34,10 +34,8 @@ def main(
     argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
 ) -> int:
     """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 for a failure.
-
     `make_task`: creates a task that the configuration cannot select; None = the configured one. `standalone`:
-    no launcher manages and shows the run, so rank 0 does.
-    """
+    no launcher manages and shows the run, so rank 0 does."""
     files.set_private_umask()
     signals = Signals()
     signals.catch()
@@ -48,13 +46,12 @@ def main(
     except ConfigError as error:
         sys.stderr.write(files.printable(f"error: {error}\n"))
         return 2
-    log_errors = LogErrors()
-    process.redirect_output(world.rank, log_errors)
+    process.redirect_output(world.rank)
     process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
     with contextlib.ExitStack() as at_end:  # closed after an error has been recorded
         try:
-            run(arguments, world, signals, log_errors, make_task, at_end, standalone=standalone)
+            run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
             process.record_error(world.rank, error)
             return 2 if isinstance(error, ConfigError) else 1
@@ -78,18 +75,15 @@ def run(
     arguments: argparse.Namespace,
     world: World,
     signals: Signals,
-    log_errors: LogErrors,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
     *,
     standalone: bool,
 ) -> None:
     """Run one rank from reading its environment to writing its summary. Raises ConfigError for bad input,
-    RunFailed on rank 0 when all ranks have stopped the run together; the other ranks then return.
-
-    After an error the process group stays open until the process exits: otherwise a peer would notice closed
-    connections and report first.
-    """
+    RunFailed on rank 0 when all ranks have stopped the run together; the other ranks then return. After an
+    error the process group stays open until the process exits: otherwise a peer would notice closed
+    connections and report first."""
     started = time.monotonic()
     from bert_dp import parallel, tasks
     from bert_dp.training import build, devices, distributed
@@ -137,25 +131,14 @@ def run(
     heartbeat.on_silence(config.run.hang_after_s / 2, report)
     heartbeat.progress()
     build.check_same_data(comm, data)
-    rank = Rank(
-        config=config,
-        layout=layout,
-        run_dir=run_dir,
-        comm=comm,
-        device=device,
-        task=task,
-        data=data,
-        heartbeat=heartbeat,
-        signals=signals,
-        log_errors=log_errors,
-    )
+    rank = Rank(config, layout, run_dir, comm, device, task, data, heartbeat, signals)
     resumed = build.select_checkpoint(rank, arguments.resume)
     if standalone:  # all checks have passed: from here on the run writes files
         if follower is not None:
             follower.start(config)
         comm.barrier()
         os.environ[files.LOG_DIR] = str(run_dir / "logs")
-        process.redirect_output(world.rank, log_errors)
+        process.redirect_output(world.rank)
     heartbeat.progress()
     trainer, state, tensors = build.build_trainer(rank, resumed, plan)
     at_end.callback(trainer.checkpointer.close)  # complete a pending checkpoint after an error
@@ -194,11 +177,9 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it.
-
-    If our launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank
-    0 that the launcher has just killed and that has not exited yet.
-    """
+    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. If our
+    launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank 0 that
+    the launcher has just killed and that has not exited yet."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):

@@ -10,6 +10,7 @@ from bert_dp.training import devices, metrics, noise
 from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.loop import Trainer, TrainingOutcome
 from bert_dp.training.metrics import straggler
+from bert_dp.training.process import TolerantFile
 
 
 def write_summary(
@@ -24,10 +25,9 @@ def write_summary(
     sum. `before_j`: this rank's energy counter in joules before the first step."""
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
-    writers = (trainer.log_errors, trainer.records, trainer.checkpointer, trainer.trace)
+    writers = (TolerantFile, trainer.records, trainer.checkpointer, trainer.trace)
     failed_writes = float(sum(writer.failed_writes for writer in writers))
-    own = [devices.peak_memory_gib(trainer.device), used, failed_writes]
-    gathered = trainer.comm.all_gather(own)
+    gathered = trainer.comm.all_gather([devices.peak_memory_gib(trainer.device), used, failed_writes])
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if trainer.comm.world.rank != 0:
         return

@@ -28,8 +28,7 @@ from tests.e2e.cli import command, go_on, tiny, train
 from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
 from tests.helpers import logged, read_json
-from tests.parity.runs import settings, state, train_runs, write_run
-from tests.parity.test_wrapped import installed, parallel
+from tests.parity.runs import installed, parallel, settings, state, train_runs, write_run
 from tests.ranks import run_ranks
 from tests.states import FACTS
 from tests.wrapped_task import PoisonedTask

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.parity.runs import losses, settings, train_runs, write_run
+from tests.parity.runs import losses, settings, train_named
 from tests.shards import write_shards
 
 STEPS = (20, 60, 100, 200)
@@ -23,9 +23,9 @@ def measure(
     root: Path, steps: tuple[int, ...] = STEPS, rates: tuple[float, ...] = RATES
 ) -> Iterator[tuple[str, float, str, list[float]]]:
     """Yield (precision, rate, name in BESIDE, the largest distance up to each of `steps`)."""
-    shards = write_shards(root / "shards")
-
-    def run(precision: str, rate: float, name: str, micro_size: int) -> Path:
+    shards, runs = write_shards(root / "shards"), {}
+    cells, sizes = list(itertools.product(PRECISIONS, rates)), {"alone": (1, 2), **BESIDE}
+    for (precision, rate), (name, (ranks, micro_size)) in itertools.product(cells, sizes.items()):
         config = settings(
             shards,
             precision=precision,
@@ -34,12 +34,8 @@ def measure(
             schedule={"name": "constant", "steps": steps[-1]},
             eval={"every_steps": 0},
         )
-        return write_run(root / f"{precision}-{rate:g}-{name}", config)
-
-    cells = list(itertools.product(PRECISIONS, rates))
-    train_runs(1, [run(*cell, "alone", 2) for cell in cells])
-    for name, (ranks, micro_size) in BESIDE.items():
-        train_runs(ranks, [run(*cell, name, micro_size) for cell in cells])
+        runs[f"{precision}-{rate:g}-{name}"] = (ranks, config)
+    train_named(root, runs)
     for (precision, rate), name in itertools.product(cells, BESIDE):
         alone, other = (losses(root / f"{precision}-{rate:g}-{which}") for which in ("alone", name))
         distances = [abs(a - b) for a, b in zip(alone, other, strict=True)]

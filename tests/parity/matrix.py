@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.util
 import itertools
 import math
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError, batch_layout, resolve
-from tests.parity.runs import BASE, evals, metrics, parallel, settings, state, train_runs, write_run
+from tests.parity.runs import BASE, evals, installed, metrics, parallel, settings, state, train_named
 from tests.parity.toy import ToyTask
 from tests.resumable import Results
 from tests.shards import write_shards
@@ -163,9 +162,8 @@ TOLERANCES = {
 
 def excuse(cell: Cell) -> str | None:
     """Why this cell does not run here: refused by the configuration, or a package is absent."""
-    package = cell.engine.partition("-")[0]
-    if package in ("deepspeed", "accelerate") and importlib.util.find_spec(package) is None:
-        return f"skipped: {package} is not installed"
+    if not installed(cell.engine):
+        return f"skipped: {cell.engine.partition('-')[0]} is not installed"
     refused = cell.refusal()
     return None if refused is None else f"refused: {refused}"
 
@@ -184,23 +182,18 @@ def _run_chunk(
     chunk: Sequence[Cell], root: Path, shards: Path, options: dict[str, Any]
 ) -> list[tuple[Cell, Deviation | str]]:
     make_task = MAKE_TASK[chunk[0].task]
-    missing = {_baseline(cell, root): cell.baseline() for cell in chunk}
-    missing = {path: lone for path, lone in missing.items() if not (path / "summary.json").exists()}
-    if missing:
-        alone = [write_run(path, settings(shards, **lone.settings())) for path, lone in missing.items()]
-        train_runs(1, alone, make_task=make_task)
-    runs = [write_run(root / str(cell), settings(shards, **cell.settings())) for cell in chunk]
+    alone = {f"alone/{cell.baseline()}": cell.baseline() for cell in chunk}
+    missing = {name: lone for name, lone in alone.items() if not (root / name / "summary.json").exists()}
+    runs = {name: (1, settings(shards, lone.settings())) for name, lone in missing.items()}
+    train_named(root, runs, make_task=make_task)
+    runs = {str(cell): (cell.ranks, settings(shards, cell.settings())) for cell in chunk}
     try:
-        train_runs(chunk[0].ranks, runs, make_task=make_task, **options)
+        train_named(root, runs, make_task=make_task, **options)
     except Exception as error:
         if len(chunk) > 1:
             return [found for cell in chunk for found in _run_chunk([cell], root, shards, options)]
         return [(chunk[0], str(error)[-2000:])]
-    return [(cell, compare(run, _baseline(cell, root))) for cell, run in zip(chunk, runs, strict=True)]
-
-
-def _baseline(cell: Cell, root: Path) -> Path:
-    return root / "alone" / str(cell.baseline())
+    return [(cell, compare(root / str(cell), root / f"alone/{cell.baseline()}")) for cell in chunk]
 
 
 def compare(run: Path, base: Path) -> Deviation:

@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bert_dp.data import stream as data
-from bert_dp.training import distributed
+from bert_dp.training import devices, distributed
 from bert_dp.training import rank as worker
 from tests.helpers import logged, read_json, read_lines
 from tests.one_device import share_device
@@ -56,6 +57,12 @@ def parallel(engine: str, **settings: Any) -> dict[str, Any]:
     return {"engine": name, **({"zero_stage": int(stage)} if stage else {}), **settings}
 
 
+def installed(*engines: str) -> list[str]:
+    """Those engines whose package is there."""
+    missing = {name for name in ("accelerate", "deepspeed") if importlib.util.find_spec(name) is None}
+    return [engine for engine in engines if engine.partition("-")[0] not in missing]
+
+
 def write_run(run_dir: Path, config: dict[str, Any]) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
@@ -74,13 +81,23 @@ def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
     run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
 
 
+def train_named(root: Path, runs: Mapping[str, tuple[int, dict[str, Any]]], **options: Any) -> Path:
+    """Train root/NAME for each name -> (ranks, configuration), one spawn for all runs on as many ranks."""
+    for size in sorted({ranks for ranks, _ in runs.values()}):
+        alike = [write_run(root / name, config) for name, (ranks, config) in runs.items() if ranks == size]
+        train_runs(size, alike, **options)
+    return root
+
+
 def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
+    rank = int(os.environ["RANK"])
     if options.get("share_device"):
         share_device()
+    if units := options.get("bf16_units"):  # whether each rank has some
+        devices.bf16_units = lambda: ("amx_bf16",) if units[rank] else ()
     if backend := options.get("backend"):
         nn.Module.compile = functools.partialmethod(nn.Module.compile, backend=backend)  # type: ignore[assignment]
     store = os.environ["BERT_DP_INIT_FILE"]
-    rank = int(os.environ["RANK"])
     plain_next, plain_clock = data.TrainingStream.next, distributed.SharedClock
     for number, run_dir in enumerate(run_dirs):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"

@@ -1,16 +1,11 @@
 """Two ranks under `precision: auto`, on CPUs with and without bf16 units, and on from a checkpoint there."""
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bert_dp.training import devices
-from bert_dp.training import rank as worker
 from tests.helpers import read_json
-from tests.parity.runs import metrics, settings, write_run
-from tests.ranks import run_ranks
+from tests.parity.runs import metrics, settings, train_named
 
 LATER = 4  # steps, after 2
 STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which ranks have units
@@ -22,22 +17,12 @@ STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which 
 )
 
 
-def train_all(root: str) -> None:
-    store, rank = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"])
-    for number, (name, steps, units) in enumerate(STARTS):
-        os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
-        mine: Any = ("amx_bf16",) if units[rank] else ()
-        devices.bf16_units = lambda mine=mine: mine
-        assert worker.main([f"{root}/{name}-{steps}.yaml", "--run-dir", f"{root}/{name}"]) == 0
-
-
 @pytest.fixture(scope="module")
 def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("auto")
-    for name, steps, _ in STARTS:
+    for name, steps, units in STARTS:
         config = settings(shards, precision="auto", schedule={"name": "constant", "steps": steps})
-        write_run(root / "config", config).joinpath("config.yaml").rename(root / f"{name}-{steps}.yaml")
-    run_ranks(2, train_all, str(root))
+        train_named(root, {name: (2, config)}, bf16_units=units)
     return root
 
 

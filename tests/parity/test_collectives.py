@@ -13,7 +13,7 @@ import torch
 from bert_dp.config import load_config
 from bert_dp.model.bert import build_model
 from tests.helpers import read_json
-from tests.parity.runs import parallel, settings, train_runs, write_run
+from tests.parity.runs import parallel, settings, train_named, write_run
 from tests.wrapped_task import WrappedTask
 
 Counts = collections.Counter[tuple[str, int]]
@@ -60,28 +60,23 @@ class WatchedTask(WrappedTask):
 
 @pytest.fixture(scope="module")
 def sent(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
-    root = tmp_path_factory.mktemp("collectives")
-    runs: dict[Cell, Path] = {}
-    for name, ranks, tensor, optimizer in ALL:
-        dp = ranks // tensor
+    root, runs = tmp_path_factory.mktemp("collectives"), {}
+    for cell in ALL:
+        name, ranks, tensor, optimizer = cell
         config = settings(
             shards,
             schedule={"steps": 6},
             optim={"name": optimizer},
             log={"every_steps": 100},
             parallel=parallel(name, tensor=tensor),
-            batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
+            batch={"global_size": MICRO * ACCUMULATION * (ranks // tensor), "micro_size": MICRO},
         )
-        run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)
-        runs[name, ranks, tensor, optimizer] = run_dir
+        runs[str(cell)] = (ranks, config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
-        for size in (2, 4):
-            group = [run_dir for (_, ranks, *_), run_dir in runs.items() if ranks == size]
-            train_runs(size, group, make_task=WatchedTask)
+        train_named(root, runs, make_task=WatchedTask)
     return {
-        cell: collections.Counter(map(tuple, read_json(run_dir / "sent-0.json")))
-        for cell, run_dir in runs.items()
+        cell: collections.Counter(map(tuple, read_json(root / str(cell) / "sent-0.json"))) for cell in ALL
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers import read_json, read_lines
-from tests.parity.runs import evals, metrics, settings, state, train_run, train_runs, write_run
+from tests.parity.runs import evals, metrics, settings, state, train_named, train_run
 from tests.tensors import largest_relative_error
 from tests.wrapped_task import WrappedTask
 
@@ -47,15 +47,9 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<name of PARALLEL>, compiled, and root/single, eager."""
     root = tmp_path_factory.mktemp("compiled")
     train_run(root / "single", settings(shards, **COMMON))
-    compiled = [
-        write_run(
-            root / name,
-            settings(shards, compile="on", parallel={"activation_checkpointing": True, **parallel}, **COMMON),
-        )
-        for name, parallel in PARALLEL.items()
-    ]
-    train_runs(2, compiled, make_task=CountingTask, backend="aot_eager")
-    return root
+    compiled = {"compile": "on", "parallel": {"activation_checkpointing": True}}
+    runs = {name: (2, settings(shards, compiled, COMMON, parallel=own)) for name, own in PARALLEL.items()}
+    return train_named(root, runs, make_task=CountingTask, backend="aot_eager")
 
 
 @pytest.mark.parametrize("name", PARALLEL)

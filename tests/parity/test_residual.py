@@ -1,7 +1,4 @@
-"""A residual stream in bf16 trains as one in fp32 does, on one rank and on two."""
-
-from pathlib import Path
-from typing import Any
+"""A residual stream in bf16 trains as one in fp32 does; of several ranks see test_matrix.py."""
 
 import pytest
 import torch
@@ -9,15 +6,9 @@ from torch import Tensor
 
 from bert_dp.config import ModelConfig
 from bert_dp.model.bert import build_model
-from tests.parity.runs import evals, losses, settings, summary, train_runs, write_run
 from tests.tensors import bits
 
 VOCABULARY, LENGTH, MASK = 24, 16, 6
-PARALLEL: dict[str, dict[str, Any]] = {
-    "ddp": {"engine": "ddp"},
-    "fsdp": {"engine": "fsdp"},
-    "tensor": {"engine": "ddp", "tensor": 2},
-}
 
 
 def counting_up(seed: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,25 +53,3 @@ def test_the_heldout_loss_at_equal_tokens_is_that_of_a_wide_stream() -> None:
     assert bits(weights) != bits(rounded), "nothing was rounded"
     assert start - wide > 1.0
     assert narrow == pytest.approx(wide, abs=0.02)
-
-
-@pytest.fixture(scope="module")
-def root(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """root/one on one rank, and root/<name of PARALLEL> on two."""
-    root = tmp_path_factory.mktemp("residual")
-
-    def run(name: str, **sections: Any) -> Path:
-        model, schedule = {"residual_dtype": "bf16"}, {"steps": 20}
-        config = settings(shards, precision="bf16", model=model, schedule=schedule, **sections)
-        return write_run(root / name, config)
-
-    train_runs(1, [run("one")])
-    train_runs(2, [run(name, parallel=parallel) for name, parallel in PARALLEL.items()])
-    return root
-
-
-@pytest.mark.parametrize("name", PARALLEL)
-def test_two_ranks_train_what_one_trains(root: Path, name: str) -> None:
-    assert summary(root / name)["precision"] == "bf16"
-    assert losses(root / name) == pytest.approx(losses(root / "one"), abs=5e-3)
-    assert evals(root / name)[-1]["loss"] == pytest.approx(evals(root / "one")[-1]["loss"], abs=5e-3)

@@ -122,8 +122,7 @@ def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_scores_of_gathered_predictions_are_scikit_learns(ranks: int, tmp_path: Path) -> None:
     for name, (kind, outputs, measures) in KINDS.items():
-        metrics = list(measures)
-        write_examples(tmp_path / name, kind=kind, dev=DEV, metrics=metrics, num_labels=outputs)
+        write_examples(tmp_path / name, kind=kind, dev=DEV, metrics=list(measures), num_labels=outputs)
     run_ranks(ranks, evaluate_all, str(tmp_path))
     for name, (kind, outputs, measures) in KINDS.items():
         assert_scores(tmp_path / name, SumOfTokens(outputs), kind, measures, ranks)

@@ -97,8 +97,7 @@ class ToyTask:
         return ToyStream(start_sample + dp_rank * size, size, dp_size * size)
 
     def loss(self, model: nn.Module, batch: ToyBatch) -> Tensor:
-        loss: Tensor = model(batch.words_B, batch.labels_BT)
-        return loss
+        return model(batch.words_B, batch.labels_BT)
 
     def num_targets(self, first_sample: int, count: int) -> int:
         return int(targets_of(np.arange(first_sample, first_sample + count)).sum())

@@ -65,8 +65,7 @@ def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
 
 @pytest.mark.parametrize(("skipped", "step", "failed"), [(0, 0, False), (3, 4, False), (4, 4, True)])
 def test_a_run_that_skipped_every_step_is_not_done(skipped: int, step: int, failed: bool) -> None:
-    cause = metrics.nothing_learned(make_config(), "bf16", skipped, step)
-    assert (cause is not None) == failed
+    assert (metrics.nothing_learned(make_config(), "bf16", skipped, step) is not None) == failed
 
 
 @pytest.mark.parametrize(
@@ -82,8 +81,7 @@ def test_the_row_of_skips_up_to_each_line_is_known(steps: str, rows: list[int]) 
     meter = Meter(comm, CPU, LAYOUT, tokens_per_sample=4, flops_per_token=1.0, peak_flops=None)
     for part in steps.split("|"):
         for mark in part:
-            norm = torch.tensor(float("nan") if mark == "x" else 1.0)
-            meter.observe(torch.tensor(2.0), norm, 2, 1, 0.0)
+            meter.observe(torch.tensor(2.0), torch.tensor(float("nan") if mark == "x" else 1.0), 2, 1, 0.0)
         meter.flush(TrainState(step=1, samples=2, global_batch=2), epoch=0, progress=0.1, elapsed_s=1.0)
         found.append(meter.skipped_in_a_row)
     assert found == rows

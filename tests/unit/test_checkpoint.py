@@ -251,8 +251,7 @@ def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
 def rewrite(path: Path, name: str, data: bytes) -> None:
     """Exchange a file of a checkpoint and make the manifest right: what one who knows the format can do."""
     (path / name).write_bytes(data)
-    entry = {"bytes": len(data), "sha256": checkpoint.sha256(path / name)}
-    name_in_manifest(path, name, entry)
+    name_in_manifest(path, name, {"bytes": len(data), "sha256": checkpoint.sha256(path / name)})
 
 
 BAD_FACTS: list[tuple[str, Any]] = [

@@ -8,23 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.config import (
-    ENGINES,
-    BatchConfig,
-    Config,
-    ConfigError,
-    Issue,
-    batch_at,
-    batch_layout,
-    changed_settings,
-    init_issues,
-    no_effect,
-    progress_at,
-    read_manifest,
-    residual_issues,
-    setting_paths,
-    with_budget,
-)
+from bert_dp.config import ENGINES, BatchConfig, Config, ConfigError, Issue, no_effect, read_manifest
+from bert_dp.config.batch import batch_at, batch_layout, progress_at, with_budget
+from bert_dp.config.checks import changed_settings, init_issues, residual_issues
 from bert_dp.config.schema import OnlyWith, all_settings
 from tests.helpers import issues_of, make_config, raised_issues
 from tests.shards import write_shards
@@ -284,7 +270,7 @@ def test_what_was_given_and_changes_nothing(settings: str) -> None:
 
 def test_marks_name_settings() -> None:
     named = {m.setting for _, _, marks in all_settings() for m in marks if isinstance(m, OnlyWith)}
-    assert named <= set(setting_paths())
+    assert named <= {path for path, _, _ in all_settings()}
 
 
 def test_which_engine_reads_what() -> None:

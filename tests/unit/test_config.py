@@ -10,21 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.config import (
-    MAX_VOCAB_SIZE,
-    batch_at,
-    batch_layout,
-    dump_config,
-    load_config,
-    micro_is_auto,
-    no_effect,
-    num_masked,
-    parse_overrides,
-    progress_at,
-    resolve,
-    setting_paths,
-)
-from bert_dp.config.load import SYNONYMS, ConfigLoader
+from bert_dp.config import MAX_VOCAB_SIZE, dump_config, load_config, no_effect, num_masked, resolve
+from bert_dp.config.batch import batch_at, batch_layout, progress_at
+from bert_dp.config.load import SYNONYMS, ConfigLoader, micro_is_auto, parse_overrides, setting_paths
 from launcher.job import absolute
 from launcher.run.train import expected_steps
 from tests.helpers import BASE, CONFIGS, OF_ANY_MODEL, issues_of, make_config, raised_issues
@@ -262,8 +250,7 @@ GROWING = "x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9
 def test_file_that_is_no_configuration(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
-    kind = "not_found" if len(content) > 10**6 else "damaged"
-    assert kinds_of(load_config, path) == [(str(path), kind)]
+    assert kinds_of(load_config, path) == [(str(path), "not_found" if len(content) > 10**6 else "damaged")]
     for missing in (tmp_path / "none.yaml", tmp_path):
         assert kinds_of(load_config, missing) == [(str(missing), "not_found")]
 

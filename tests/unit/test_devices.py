@@ -204,8 +204,7 @@ def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.Monke
 
 
 def test_peak_memory_is_resident_or_reserved_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    kib = 3 * 2**20
-    monkeypatch.setattr(devices.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=kib))
+    monkeypatch.setattr(devices.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**20))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
     assert (devices.peak_memory_gib(CPU), devices.peak_memory_gib(GPU)) == (3.0, 5.0)

@@ -158,10 +158,10 @@ def test_optimizer_and_model_compile_alike(shards: Path, tmp_path: Path, setting
 def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the ranks, which alone can ask a GPU."""
     config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
-    monkeypatch.setattr(build, "has_bf16", lambda _: True)
+    monkeypatch.setattr(build.devices, "has_bf16", lambda _: True)
     with lone_trainer(config, tmp_path) as trainer:
         assert trainer.precision.name == "bf16"
-    monkeypatch.setattr(build, "has_bf16", lambda _: False)
+    monkeypatch.setattr(build.devices, "has_bf16", lambda _: False)
     (line,) = issues_of(lone_trainer(config, tmp_path).__enter__)
     assert line.startswith("model.residual_dtype: bf16")
 

@@ -95,7 +95,7 @@ def test_thirty_steps_are_timms(scale: float) -> None:
     assert min(moved.values()) > 1e-3, moved  # far beyond the tolerance
 
 
-def test_a_weight_of_norm_zero_has_ratio_one() -> None:
+def test_a_weight_of_norm_zero_has_ratio_one_and_an_update_of_norm_zero_moves_nothing() -> None:
     """An update of all ones in the first step, so the weight is -lr exactly where the ratio is 1."""
     parameter = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
     other = nn.Parameter(torch.full((3, 4), 2.0, dtype=torch.float64))
@@ -108,9 +108,6 @@ def test_a_weight_of_norm_zero_has_ratio_one() -> None:
     assert torch.allclose(parameter, torch.tensor(-0.125, dtype=torch.float64), rtol=1e-14, atol=0)
     # the weight's neighbour in the same call has its own: ||w|| / ||u|| = 2 / 1.02, times u = 1.02
     assert torch.allclose(other, torch.tensor(2.0 - 0.125 * 2.0, dtype=torch.float64), rtol=1e-14, atol=0)
-
-
-def test_an_update_of_norm_zero_moves_nothing() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.float64))
     optimizer = Lamb([{"params": [parameter], "weight_decay": 1e-300}], lr=1.0, betas=BETAS, eps=EPS)
     parameter.grad = torch.zeros(4, dtype=torch.float64)

@@ -165,6 +165,5 @@ def test_a_budget_needs_a_price_or_a_power(tmp_path: Path, settings, counters, m
 
 def test_a_run_that_began_without_a_price_has_no_budget_in_dollars(tmp_path: Path) -> None:
     Ledger(tmp_path, 1, RunConfig()).update()
-    config = make_config("schedule.dollars=1", "run.price_per_device_hour=2")
-    (issue,) = budget_issues(config, tmp_path, [])
+    (issue,) = budget_issues(make_config("schedule.dollars=1", "run.price_per_device_hour=2"), tmp_path, [])
     assert (issue.setting, issue.kind) == ("schedule.dollars", "conflict")

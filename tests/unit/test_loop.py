@@ -34,7 +34,7 @@ from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
-from bert_dp.training.process import Signals, World, gc_paused
+from bert_dp.training.process import Signals, TolerantFile, World, gc_paused
 from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
 from tests.ranks import OneOf
 
@@ -110,13 +110,7 @@ class Slow(Model):
         self.vocabulary = TiedEmbedding()
         self._clock = clock
 
-    def forward(
-        self,
-        ids_BS: Tensor,
-        positions_P: Tensor,
-        labels_P: Tensor | None = None,
-        seed_B: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, ids_BS: Any, positions_P: Any, labels_P: Any = None, seed_B: Any = None) -> Tensor:
         self._clock.now += 1.0 if self.training else 100.0
         return torch.zeros(len(positions_P), 64) if labels_P is None else (self.scale * labels_P).sum()
 
@@ -174,13 +168,9 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
     """Train five steps of two micro batches, unless `sections` say otherwise."""
 
     def train_here(
-        stream: Any = None,
-        enter: Any = None,
-        engine: str = "auto",
-        waits_s: float = 0.0,
-        spending: Spending | None = None,
-        **sections: Any,
+        stream: Any = None, enter: Any = None, waits_s: float = 0.0, spending: Any = None, **sections: Any
     ) -> Trained:
+        engine = sections.pop("engine", "auto")
         base = {
             "schedule": {"steps": 5, "name": "constant"},
             "checkpoint": {"every_steps": 2},
@@ -188,6 +178,7 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
             "eval": {"max_sequences": 2},
         }
         with lone_trainer(config(shards, **base | sections), tmp_path) as lone:
+            # not in the sections: one rank alone is refused under `independent`
             parallel = lone.config.parallel.model_copy(update={"engine": engine})
             heartbeat: Any = SimpleNamespace(enter=enter, progress=lambda: enter("progress"))
             trainer = dataclasses.replace(
@@ -266,8 +257,7 @@ def test_independent_copies_do_not_wait_in_a_step(train_here: TrainHere, engine:
 
 def test_a_checkpoint_counts_the_steps_skipped_until_then(train_here: TrainHere) -> None:
     drawn = iter([*[micro_batch] * 2, *[bad_batch] * 2, *[micro_batch] * 6])  # two a step: one is skipped
-    stream = SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0)
-    trainer, *_ = train_here(stream, log={"every_steps": 5})
+    trainer, *_ = train_here(SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0), log={"every_steps": 5})
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
 
@@ -430,8 +420,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
 
 
 def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    diverged = {"loss": math.nan, "loss_unit": "nats"}
-    monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: diverged)
+    monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: {"loss": math.nan, "loss_unit": "nats"})
     _, state, result = train_here(eval={"every_steps": 0})
     assert (state.step, result.failure.kind) == (5, "not_finite")
     (line,) = read_lines(tmp_path / "evals.jsonl")
@@ -535,9 +524,8 @@ def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch:
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
     trainer.checkpointer.stall_s, trainer.checkpointer.failed_saves = 4.5, 3  # type: ignore[misc]
     state.loss_spikes, state.skipped_steps = 2, 1
-    writers: Any = (trainer.log_errors, trainer.records, trainer.checkpointer, trainer.trace)
-    for i, writer in enumerate(writers):
-        writer.failed_writes = 10 ** (i + 1)
+    for i, writer in enumerate((TolerantFile, trainer.records, trainer.checkpointer, trainer.trace), 1):
+        monkeypatch.setattr(writer, "failed_writes", 10**i)
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
@@ -566,8 +554,7 @@ def test_the_summary_tells_how_the_run_ended_and_what_was_run(tmp_path: Path, tr
     trainer, state, result = trained
 
     def written(**changes: Any) -> dict[str, Any]:
-        ended = dataclasses.replace(result, **changes)
-        summary.write_summary(trainer, state, ended, 1.0, 2.0, before_j=None)
+        summary.write_summary(trainer, state, dataclasses.replace(result, **changes), 1.0, 2.0, before_j=None)
         return read_json(tmp_path / "summary.json")
 
     end = written(signal=15)

@@ -31,8 +31,7 @@ NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_k
 
 @pytest.mark.parametrize(("files", "kills"), [(V2, 2), (V1, 4), (CONTAINER, 5), (NO_GROUP, 6), ({}, None)])
 def test_the_nearest_counter_is_read(tmp_path: Path, files: dict, kills: int | None) -> None:
-    root = write_files(tmp_path, files)
-    counter = oom_kills(root)
+    counter = oom_kills(write_files(tmp_path, files))
     assert (counter[0] if counter else None) == kills
 
 

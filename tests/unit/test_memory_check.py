@@ -80,8 +80,7 @@ def test_the_total_beside_a_share_of_the_host(dry_run: Dry, times: float, refuse
         assert match is not None, line
         batch = {"micro_size": int(match[1])}
         smaller = resolve([small().model_dump(mode="json"), {"batch": batch}])
-        fits = rank_memory_gib(smaller, "fp32", 2, on_gpu=False)
-        assert sum(fits.values()) < TOTAL / times
+        assert sum(rank_memory_gib(smaller, "fp32", 2, on_gpu=False).values()) < TOTAL / times
 
 
 def test_force_makes_it_a_warning(dry_run: Dry) -> None:

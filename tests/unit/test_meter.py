@@ -120,19 +120,8 @@ def test_losses_of_replicas_are_summed_and_memory_is_the_greatest(monkeypatch: p
     assert run.meter.steps["data_wait_s"] == [WAIT] * 2
 
 
-def test_own_work_and_phases_are_summed_over_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch)
-    for steps in (1, 2, 3):
-        for _ in range(steps):
-            run.step()
-        run.line()
-    assert run.meter.compute_before_reduction_s == [6 * OWN * times for times in (1, 2, 3, 4)]
-    totals = {"train_s": STEP, "data_wait_s": WAIT, "forward_backward_s": PASSES, "optimizer_s": UPDATE}
-    assert run.meter.totals == {name: 6 * seconds for name, seconds in totals.items()}
-
-
 def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host's clock too; each rank has a line of its own steps."""
+    """On the host's clock too; each rank has a line of its own steps. All lines are summed."""
     run = Run(monkeypatch)
     monkeypatch.setattr(metrics, "alloc_retries", lambda device: 2)
     for times in (1, 2):  # between steps, after a line, and twice in a row
@@ -148,10 +137,11 @@ def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
         run.pause(50.0)
         run.pause(25.0)
     run.step()
-    line = run.line()
-    assert line.step_time_s == STEP
+    assert run.line().step_time_s == STEP
     assert run.meter.steps["step_s"] == [STEP]
-    assert run.meter.totals["train_s"] == 5 * STEP
+    assert run.meter.compute_before_reduction_s == [5 * OWN * times for times in (1, 2, 3, 4)]
+    totals = {"train_s": STEP, "data_wait_s": WAIT, "forward_backward_s": PASSES, "optimizer_s": UPDATE}
+    assert run.meter.totals == {name: 5 * seconds for name, seconds in totals.items()}
     assert run.meter.total_rates()["steps_per_s"] == pytest.approx(1 / STEP)
 
 

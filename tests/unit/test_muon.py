@@ -134,8 +134,7 @@ def test_fused_matrices_are_orthogonalised_each_for_itself(dim: int) -> None:
         (fused, {"fused": torch.cat(grads, dim), "other": grads[0]}, [(dim, 3), WHOLE]),
         (apart, {str(i): grad for i, grad in enumerate(grads)}, [WHOLE] * 3),
     ):
-        group = {"params": list(parameters.values()), "splits": splits}
-        optimizer = make_muon(group)
+        optimizer = make_muon({"params": list(parameters.values()), "splits": splits})
         for step in range(3):
             take_step(optimizer, parameters, {n: g * (step + 1) for n, g in wanted.items()}, 0.1)
     torch.testing.assert_close(

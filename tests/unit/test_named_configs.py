@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import (
-    find_config,
-    install_command,
-    load_config,
-    micro_is_auto,
-    setting_paths,
-    shipped_configs,
-)
+from bert_dp.config.errors import install_command
+from bert_dp.config.load import find_config, load_config, micro_is_auto, setting_paths, shipped_configs
 from launcher.cli.options import split_words
 from tests.e2e.cli import here
 from tests.helpers import issues_of, raised_issues, write_files
@@ -89,8 +83,7 @@ def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -
 
 def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    done = here("report", str(run), "--json")
-    report = json.loads(done.stdout)
+    report = json.loads(here("report", str(run), "--json").stdout)
     tiles = {tile["label"]: tile["text"] for tile in report["tiles"]}
     assert (report["verdicts"][0]["level"], tiles["Held-out loss"]) == ("ok", "6.2500 nats ± 0.0392")
     assert not (run / "report.html").exists()
@@ -100,8 +93,7 @@ def test_the_reference_of_settings_is_that_of_the_schema() -> None:
     """`python -m tests.settings_reference > docs/settings.md` writes it."""
     reference = settings_reference()
     assert (ROOT / "docs" / "settings.md").read_text() == reference
-    documented = set(re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))
-    assert documented == set(setting_paths())
+    assert set(re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE)) == set(setting_paths())
     assert "| `optim.lr` | number or `auto` | `0.001` | Peak learning rate." in reference
 
 

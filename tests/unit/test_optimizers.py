@@ -87,8 +87,7 @@ def test_a_skipped_step_leaves_everything_bit_for_bit(name: str, skipped: int, d
                 assert skipped or len(after) > len(before)
             optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
             take_step(optimizer, parameters, grads, rate(step))
-        counts = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
-        assert counts == {6.0}
+        assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {6.0}
         results.append(bits(with_moments(optimizer, parameters.items())))
     assert results[0] == results[1]
 

@@ -118,8 +118,7 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "bf16_units", lambda: machine.bf16_units)
-    own = devices.choose_precision(AUTO.precision, CPU)
-    assert own.name == chosen
+    assert devices.choose_precision(AUTO.precision, CPU).name == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
     assert precision_of(AUTO, machine.bf16_units, on_gpu=True) == "bf16"

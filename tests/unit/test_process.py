@@ -14,7 +14,7 @@ import pytest
 from bert_dp import files
 from bert_dp.files import BEAT_BYTES, PHASES, Heartbeat, heartbeat_path, read_heartbeat
 from bert_dp.training import process
-from bert_dp.training.process import HeartbeatWriter, LogErrors, LogStream, Records, TolerantFile
+from bert_dp.training.process import HeartbeatWriter, LogStream, Records, TolerantFile
 from tests.e2e.cli import wait_for
 from tests.faults.harness import observe
 
@@ -87,8 +87,7 @@ def test_a_silent_rank_is_reported_once_for_each_silence(
 
 def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None:
     def descriptors() -> int:
-        links = Path("/proc/self/fd").iterdir()
-        return sum(link.exists() and link.samefile(path) for link in links)
+        return sum(link.exists() and link.samefile(path) for link in Path("/proc/self/fd").iterdir())
 
     before = set(threading.enumerate())
     beat = HeartbeatWriter(path)
@@ -139,8 +138,8 @@ def test_a_log_that_cannot_be_written_does_not_end_a_process(tmp_path: Path, fol
     (tmp_path / "full" / "rank-0.log").symlink_to("/dev/full")
     script = (
         "import sys, warnings\n"
-        "from bert_dp.training.process import LogErrors, redirect_output, show_stacks_on_signal\n"
-        "redirect_output(0, LogErrors()); show_stacks_on_signal(0)\n"
+        "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0); show_stacks_on_signal(0)\n"
         "for i in range(100): print('a line of a log ' * 100)\n"
         "sys.stderr.write('another')\n"
         "warnings.warn('a third')\n"
@@ -159,10 +158,10 @@ def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path
     """And no other user can read it."""
     script = (
         "import os, sys\n"
-        "from bert_dp.training.process import LogErrors, redirect_output\n"
+        "from bert_dp.training.process import redirect_output\n"
         "for word in ('first', 'second', 'third'):\n"
         "    if not os.fork():\n"
-        "        redirect_output(1, LogErrors()); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
+        "        redirect_output(1); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
         "    os.wait()\n"
     )
     environ = {**os.environ, files.LOG_DIR: str(tmp_path)}
@@ -194,18 +193,19 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
     assert done.stdout.split() == ["0", "1", "1", "0"]
 
 
-def test_failed_writes_are_counted_and_dropped() -> None:
+def test_failed_writes_are_counted_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """To a full disk, and to a full pipe that does not block."""
-    errors, descriptor, (reader, writer) = LogErrors(), os.open("/dev/full", os.O_WRONLY), os.pipe()
-    file = TolerantFile(descriptor, errors)
-    assert [file.write(b"first\n"), file.write(b"second\n"), errors.failed_writes] == [6, 7, 2]
+    monkeypatch.setattr(TolerantFile, "failed_writes", 0)
+    descriptor, (reader, writer) = os.open("/dev/full", os.O_WRONLY), os.pipe()
+    file = TolerantFile(descriptor)
+    assert [file.write(b"first\n"), file.write(b"second\n"), TolerantFile.failed_writes] == [6, 7, 2]
     os.set_blocking(writer, False)
-    stream = LogStream(writer, errors)
+    stream = LogStream(writer)
     for _ in range(4):
         stream.write("x" * 2**16 + "\n")
     for each in (descriptor, reader, writer):
         os.close(each)
-    assert errors.failed_writes > 2
+    assert TolerantFile.failed_writes > 2
 
 
 def test_the_first_missing_line_is_reported(tmp_path: Path) -> None:

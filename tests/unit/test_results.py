@@ -97,8 +97,7 @@ class Verb:
         words = [*TINY, f"data.path={self.shards}", "run.device=cpu", *settings]
         loaded = job.load("quickstart", words, self.run_dir)
         console = Console(file=self.out, width=300)
-        asked = RunOptions("1", self.run_dir, **{"force": True, **options})
-        return train.train(loaded, asked, console)
+        return train.train(loaded, RunOptions("1", self.run_dir, **{"force": True, **options}), console)
 
 
 @pytest.fixture

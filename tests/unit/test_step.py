@@ -201,9 +201,11 @@ def test_replicas_sum_with_loss_scale(name: str, group_of_one: None, monkeypatch
         monkeypatch.setenv(variable, "1" if variable.endswith(("SIZE", "THREADS")) else "0")
     norms = []
     for fp16, loss_scale in ((False, 1), (True, 256)):
-        engine, model, _, _ = prepare(name, fp16=fp16)
+        engine, model, bare, _ = prepare(name, fp16=fp16)
         engine.dp_size = 2
         norms.append(float(run_step(engine, model, 0, fp16=fp16)) * loss_scale)
+        # views of DDP's buckets: freed, they would stand twice
+        assert all(p.grad is not None and not p.grad.any() for p in bare.parameters())
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
@@ -379,6 +381,22 @@ def test_deepspeed_is_told_what_the_configuration_says() -> None:
         assert told["torch_autocast"]["enabled"] is autocast
 
 
+def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
+    """On a GPU without bf16; the configuration alone, checked before, says only auto."""
+    config = make_config(parallel={"engine": "deepspeed"})
+    (line,) = issues_of(deepspeed.Engine, config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
+    assert line.startswith("precision: auto means fp16")
+
+
+def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
+
+    monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", SimpleNamespace(Engine=broken))
+    (line,) = issues_of(engine_of, "deepspeed")
+    assert "needs hjson, from `pip install 'deepspeed>=" in line
+
+
 @pytest.mark.parametrize(("version", "is_old"), [((0, 19, 7), True), ((0, 9, 9), True), ((0, 19, 8), False)])
 def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], is_old: bool
@@ -390,8 +408,7 @@ def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DS_ACCELERATOR", "LOCAL_SIZE"):
         monkeypatch.setenv(name, "1")  # so that it is as before when the test ends
         monkeypatch.delenv(name)
-    config = make_config(parallel={"engine": "deepspeed"})
-    settings = (config, World(0, 0, 4, 2), CPU)
+    settings = (make_config(parallel={"engine": "deepspeed"}), World(0, 0, 4, 2), CPU)
     if is_old:
         (line,) = issues_of(deepspeed.Engine, *settings, precision="fp32", run_dir=tmp_path)
         assert "install 0.19.8" in line

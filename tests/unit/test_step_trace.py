@@ -44,8 +44,7 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
     plan = ProfilePlan(10, 12, (0, 3))
     assert profile_issues(plan, 4, steps=12) == []
     assert profile_issues(plan, 4, steps=None, done=9) == []
-    issues = profile_issues(plan, 2, steps=11, done=10)
-    assert [(i.setting, i.value) for i in issues] == [
+    assert [(i.setting, i.value) for i in profile_issues(plan, 2, steps=11, done=10)] == [
         ("--profile", 12),
         ("--profile", 10),
         ("--profile-ranks", 3),
@@ -68,8 +67,7 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
     """A run of `steps`, each a matrix product, that stops after step `stop`."""
     entered: list[str] = []
     heartbeat: Any = SimpleNamespace(enter=lambda phase, step: entered.append(phase))
-    comm = HostCollectives(World(rank, rank, 2, 2), None)
-    trace = StepTrace(plan, comm, run_dir, heartbeat)
+    trace = StepTrace(plan, HostCollectives(World(rank, rank, 2, 2), None), run_dir, heartbeat)
     meter: Any = Paused()
     trace.reached(steps.start - 1, meter)
     for step in steps:

@@ -121,8 +121,7 @@ def check_cross_entropy(tensor: TensorParallel, grid: RankGrid) -> None:
         (0.7 * loss).backward()
         results.append((dtype, loss.detach(), part_PV, vocabulary.score(part_PV, labels_P)))
         assert torch.equal(part_PV.detach(), before), "the logits changed"
-    nothing = vocabulary.loss(whole_PV.detach()[:2, mine].clone(), torch.full((2,), IGNORE))
-    assert nothing == 0
+    assert vocabulary.loss(whole_PV.detach()[:2, mine].clone(), torch.full((2,), IGNORE)) == 0
     torch.testing.assert_close(by_position_2P[0].sum(), expected.detach(), rtol=1e-12, atol=0)
     assert 0 < by_position_2P[1].sum() < len(labels_P)
     for dtype, loss, part_PV, score_2P in results:
