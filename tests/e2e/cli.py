@@ -16,6 +16,7 @@ import psutil
 from bert_dp.config import dump_config, load_config
 from launcher.cli import app
 from launcher.job import find_config
+from tests.helpers import read_json
 
 T = TypeVar("T")
 TINY = (
@@ -228,6 +229,16 @@ def wait_for(condition: Callable[[], T], seconds: float = 120.0) -> T:
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
     return answer
+
+
+def trials_done(out: Path) -> dict[str, float]:
+    """Trials of a search that have ended by themselves, and were seen to -> when."""
+    summaries = [path.with_name("summary.json") for path in out.glob("trials/*/trial.json")]
+    return {
+        path.parent.name: path.stat().st_mtime
+        for path in summaries
+        if path.exists() and read_json(path)["status"] == "done"
+    }
 
 
 def step_reached(run_dir: Path, step: int) -> Callable[[], bool]:
