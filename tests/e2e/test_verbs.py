@@ -1,6 +1,5 @@
-"""The other verbs, every help text, and the worker without our launcher."""
+"""What `checkpoints` and `report` print, and what `--version` does not import."""
 
-import functools
 import json
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from bert_dp.training import checkpoint
-from launcher.machine import doctor
 from tests.e2e.cli import accepted, ended, here, refused
 from tests.helpers import write_lines
 from tests.scaling_fixture import scaling
@@ -54,14 +52,6 @@ def test_checkpoints_are_verified(tmp_path: Path) -> None:
     for name in (str(tmp_path), "nothing"):
         (issue,) = json.loads(here("checkpoints", name, "--json").stdout)["issues"]
         assert (issue["setting"], issue["kind"]) == ("RUN", "not_found")
-
-
-def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As JSON: tests/golden; without options: test_readme.py. A busy machine has the time that it needs."""
-    monkeypatch.setattr(doctor, "all_reduce", functools.partial(doctor.all_reduce, 300.0))
-    done = here("doctor", "--run-dir", str(tmp_path))
-    assert done.returncode in (0, 1), done.stderr
-    assert "all-reduce: 2 gloo ranks" in done.stdout
 
 
 @pytest.mark.quick
