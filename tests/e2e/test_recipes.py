@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import load_config, shipped_configs
-from tests.e2e.cli import TINY, bert_dp, start, step_reached, wait_for
+from tests.e2e.cli import TINY, accepted, bert_dp, start, step_reached, wait_for
 from tests.e2e.test_readme import ROOT, WORDS, write_corpus
 from tests.helpers import read_json
 
@@ -19,7 +19,7 @@ MORE = {
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.max_tokens_per_char=0"],
     "train": [*SMALL, "model.vocab_size=400", "schedule.hours=null", "schedule.steps=4"],
     "finetune": ["schedule.epochs=1"],
-    "scale": [*SMALL, "model.vocab_size=400", *"--steps 2 --warm-up 1 --repeats 1 --accumulation 2".split()],
+    "scale": [*SMALL, "model.vocab_size=400", "--accumulation", "2", "--dry-run"],  # test_scale.py runs it
     "tune batch": [
         *SMALL,
         *("model.vocab_size=400", "batch.micro_size=auto", "schedule.hours=null", "schedule.steps=8"),
@@ -56,9 +56,8 @@ def commands(page: str) -> list[list[str]]:
 
 def run(folder: Path, words: list[str]) -> None:
     globs = [sorted(map(str, folder.glob(word))) if "*" in word else [word] for word in words]
-    done = bert_dp(*(word for group in globs for word in group), code=None, cwd=folder, **cache(folder))
-    # doctor says 1 where this machine has a fault
-    assert done.returncode in ((0, 1) if words == ["doctor"] else (0,)), (words, done.stdout, done.stderr)
+    verb = bert_dp if words[0] in ("train", "finetune", "tune") else accepted
+    verb(*(word for group in globs for word in group), cwd=folder, **cache(folder))
 
 
 def cache(folder: Path) -> dict[str, str]:
@@ -79,9 +78,9 @@ def test_own_text_becomes_a_classifier_of_transformers(folder: Path) -> None:
 def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path) -> None:
     shards = ["data", "build", "corpus/*.txt", "--out", "shards", *MORE["data build"]]
     *before, train = [shards, *commands("one-node")]
+    before.remove(["doctor"])  # test_readme.py runs it
     for words in before:
         run(folder, words)
-    assert read_json(folder / "scaling/scaling.json")["cells"]
     train = [*train, "schedule.steps=400", "checkpoint.every_steps=5"]
     directory = folder / "runs/node"
     process = start(*train, cwd=folder, **cache(folder))
