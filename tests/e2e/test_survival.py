@@ -85,7 +85,7 @@ def test_of_two_launchers_on_one_directory_one_runs_also_when_its_reader_goes_aw
     errors = second.communicate()[1]
     assert second.returncode == 2, errors
     assert "in use" in errors
-    first = both[both[0] is second]
+    (first,) = [process for process in both if process is not second]
     first.stdout.readline()
     first.stdout.close()
     assert first.wait(timeout=120) == 0
