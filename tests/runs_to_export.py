@@ -31,6 +31,12 @@ def config_of(name: str, **sections: Any) -> Config:
     return resolve([read_yaml(CONFIGS / f"{name}.yaml"), {"run": {"init_from": None}}, small, sections])
 
 
+def tiny_config() -> Config:
+    """The model of tests.e2e.cli.TINY, for the tokenizer of `write_run`."""
+    sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    return config_of("quickstart", model=sizes, data={"sequence_length": 16})
+
+
 def finetuned(config: Config, head: str, **finetune: Any) -> Config:
     """The configuration of a classifier from a run of `config`."""
     more = {
@@ -63,16 +69,16 @@ def padded_batch(length: int, vocabulary: int, pad: int) -> tuple[Tensor, Tensor
 
 
 def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
-    """A run directory with one checkpoint of the perturbed model."""
-    (path / "checkpoints").mkdir(parents=True)
+    """A run directory with a checkpoint of the perturbed model, which has other weights at step 0."""
+    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
     texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 40)]
     words = tokenizer.train(texts, model="wordpiece", vocab_size=200, with_normalizer=True)
     words.save(str(path / files.TOKENIZER))
-    model = perturbed(config).state_dict()
+    model = perturbed(config, seed=int(step == 0)).state_dict()
     optimizer = {f"{name}/step": torch.tensor(1.0) for name in model} if step else {}
     state = {"model": model, "optimizer": optimizer, "scaler": {}}
     facts = {**FACTS, "samples": 24, "config": config.model_dump(mode="json")}
-    checkpoint.save_checkpoint(path / "checkpoints", step, state, facts, keep=1)
+    checkpoint.save_checkpoint(path / "checkpoints", step, state, facts, keep=2)
     return path
 
 

@@ -21,518 +21,203 @@ from tests.mutants import copy_tree
 class Slip(NamedTuple):
     name: str
     file: str
-    old: str
-    new: str
     tests: str
     """Paths or pytest ids that are to notice, by blanks."""
+    old: str
+    new: str
 
 
-SLIPS = (
+TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     # held-out loss
-    Slip(
-        "heldout-rows-of-a-replica",
+    (
         "bert_dp/tasks/__init__.py",
-        "self.comm.all_gather(values)[:: self.tensor]",
-        "self.comm.all_gather(values)[: self.dp_size]",
         "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_sequences_once",
-    ),
-    Slip(
-        "heldout-counted-by-every-rank-of-a-replica",
-        "bert_dp/tasks/__init__.py",
-        "self.comm.all_gather(values)[:: self.tensor]",
-        "self.comm.all_gather(values)",
-        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_sequences_once",
-    ),
-    Slip(
-        "heldout-with-dropout",
-        "bert_dp/training/loop.py",
-        "model = trainer.bare_model.eval()",
-        "model = trainer.bare_model",
-        "tests/unit/test_loop.py",
-    ),
-    Slip(
-        "heldout-leaves-dropout-off",
-        "bert_dp/training/loop.py",
-        "    model.train()\n    return measured",
-        "    return measured",
-        "tests/unit/test_loop.py",
-    ),
-    Slip(
-        "heldout-padding-counted",
-        "bert_dp/data/stream.py",
-        "count = int(real_B.sum()) * num_masked",
-        "count = len(real_B) * num_masked",
-        "tests/unit/test_data.py",
-    ),
+    ): {
+        "heldout-rows-of-a-replica": ("(values)[:: self.tensor]", "(values)[: self.dp_size]"),
+        "heldout-counted-by-every-rank-of-a-replica": ("(values)[:: self.tensor]", "(values)"),
+    },
+    ("bert_dp/training/loop.py", "tests/unit/test_loop.py"): {
+        "heldout-with-dropout": ("model = trainer.bare_model.eval()", "model = trainer.bare_model"),
+        "heldout-leaves-dropout-off": ("    model.train()\n    return measured", "    return measured"),
+        "evaluation-without-a-pause": (
+            "            with meter.paused():\n                evaluate_and_write",
+            "            if True:\n                evaluate_and_write",
+        ),
+        "waiting-for-data-told-as-a-step": ('        trainer.heartbeat.enter("data")\n        ', "        "),
+        "garbage-left-at-a-line": ("    gc.collect()  #", "    pass  #"),
+    },
+    ("bert_dp/data/stream.py", "tests/unit/test_data.py"): {
+        "heldout-padding-counted": ("int(real_B.sum()) * num_masked", "len(real_B) * num_masked")
+    },
     # metrics
-    Slip(
-        "loss-of-every-rank-of-a-replica",
-        "bert_dp/training/metrics.py",
-        "ranks[:: self._layout.tensor, 0].sum().item()",
-        "ranks[:, 0].sum().item()",
-        "tests/unit/test_meter.py",
-    ),
-    Slip(
-        "mfu-times-n",
-        "bert_dp/training/metrics.py",
-        '"mfu": per_gpu * flops / peak',
-        '"mfu": tokens_per_s * flops / peak',
-        "tests/unit/test_meter.py",
-    ),
-    Slip(
-        "peak-memory-of-rank-0",
-        "bert_dp/training/metrics.py",
-        "ranks[:, 1].max().item()",
-        "ranks[0, 1].item()",
-        "tests/unit/test_meter.py",
-    ),
-    Slip(
-        "pilot-memory-of-rank-0",
-        "launcher/tune/batch.py",
-        'facts["peaks_gib"] = repeat.memory_gib',
-        'facts["peaks_gib"] = repeat.memory_gib[:1]',
-        "tests/unit/test_tune_batch.py",
-    ),
-    Slip(
-        "pauses-counted-into-a-steps-time",
-        "bert_dp/training/metrics.py",
-        "self._paused_s += time.perf_counter() - start",
-        "self._paused_s += 0.0",
-        "tests/unit/test_meter.py",
-    ),
-    Slip(
-        "pauses-counted-into-the-next-step",
-        "bert_dp/training/metrics.py",
-        "self._paused_s += time.perf_counter() - start\n        self.timers.restart()",
-        "self._paused_s += time.perf_counter() - start",
-        "tests/unit/test_meter.py",
-    ),
-    Slip(
-        "metrics-left-out-of-the-summary",
-        "bert_dp/training/summary.py",
-        "metrics=trainer.meter.measured",
-        "metrics={}",
-        "tests/unit/test_loop.py",
-    ),
-    Slip(
-        "evaluation-without-a-pause",
-        "bert_dp/training/loop.py",
-        "            with meter.paused():\n                evaluate_and_write",
-        "            if True:\n                evaluate_and_write",
-        "tests/unit/test_loop.py",
-    ),
+    ("bert_dp/training/metrics.py", "tests/unit/test_meter.py"): {
+        "loss-of-every-rank-of-a-replica": ("ranks[:: self._layout.tensor, 0]", "ranks[:, 0]"),
+        "mfu-times-n": ('"mfu": per_gpu * flops / peak', '"mfu": tokens_per_s * flops / peak'),
+        "peak-memory-of-rank-0": ("ranks[:, 1].max().item()", "ranks[0, 1].item()"),
+        "pauses-counted-into-a-steps-time": ("+= time.perf_counter() - start", "+= 0.0"),
+        "pauses-counted-into-the-next-step": ("- start\n        self.timers.restart()", "- start"),
+    },
+    ("launcher/tune/batch.py", "tests/unit/test_tune_batch.py"): {
+        "pilot-memory-of-rank-0": ("= repeat.memory_gib", "= repeat.memory_gib[:1]")
+    },
+    ("bert_dp/training/summary.py", "tests/unit/test_loop.py"): {
+        "metrics-left-out-of-the-summary": ("metrics=trainer.meter.measured", "metrics={}")
+    },
     # one step
-    Slip(
-        "overflow-of-one-part-not-told",
-        "bert_dp/parallel/base.py",
-        "local.copy_(found_inf)",
-        "pass",
-        "tests/unit/test_step.py",
-    ),
-    Slip(
-        "norm-not-finite-steps-all-the-same",
-        "bert_dp/parallel/base.py",
-        "optimizer.found_inf = found_inf",
-        "optimizer.found_inf = torch.zeros_like(found_inf)",
-        "tests/unit/test_step.py",
-    ),
-    Slip(
-        "clipped-below-the-limit-too",
-        "bert_dp/parallel/base.py",
-        "(norm / max_norm).clamp(min=1.0)",
-        "(norm / max_norm)",
-        "tests/unit/test_step.py",
-    ),
-    Slip(
-        "mean-over-a-replicas-own-tokens",
-        "bert_dp/training/loop.py",
-        "trainer.task.num_targets(state.samples, state.global_batch)",
-        "trainer.task.num_targets(state.samples, state.global_batch // trainer.layout.dp)",
-        "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]",
-    ),
-    Slip(
-        "dropout-by-place-in-the-batch",
-        "bert_dp/tasks/finetune.py",
-        "hash64(seed, 4, epoch_B, index_B)",
-        "hash64(seed, 4, np.arange(len(index_B)))",
-        "tests/unit/test_classifier.py",
-    ),
+    ("bert_dp/parallel/base.py", "tests/unit/test_step.py"): {
+        "overflow-of-one-part-not-told": ("local.copy_(found_inf)", "pass"),
+        "norm-not-finite-steps-all-the-same": (
+            "optimizer.found_inf = found_inf",
+            "optimizer.found_inf = torch.zeros_like(found_inf)",
+        ),
+        "clipped-below-the-limit-too": ("(norm / max_norm).clamp(min=1.0)", "(norm / max_norm)"),
+    },
+    ("bert_dp/training/loop.py", "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]"): {
+        "mean-over-a-replicas-own-tokens": (
+            "(state.samples, state.global_batch)",
+            "(state.samples, state.global_batch // trainer.layout.dp)",
+        )
+    },
+    ("bert_dp/tasks/finetune.py", "tests/unit/test_classifier.py"): {
+        "dropout-by-place-in-the-batch": ("4, epoch_B, index_B)", "4, np.arange(len(index_B)))")
+    },
     # engines
-    Slip(
-        "fp16-cast-before-the-division",
-        "bert_dp/parallel/ddp.py",
-        "(buffer / group.size()).to(dtype)",
-        "buffer.to(dtype) / group.size()",
-        "tests/unit/test_step.py",
-    ),
-    Slip(
-        "ddp-sum-divided-by-the-replicas",
-        "bert_dp/parallel/ddp.py",
-        "whole = loss * self.dp_size",
-        "whole = loss",
-        "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]",
-    ),
-    Slip(
-        "owners-by-count",
-        "bert_dp/parallel/zero1.py",
-        "load[owner] += sizes[name]",
-        "load[owner] += 1",
-        "tests/unit/test_step.py",
-    ),
-    Slip(
-        "zero1-gradients-never-zeroed",
-        "bert_dp/parallel/zero1.py",
-        "            bucket.gradients.zero_()\n",
-        "",
-        "tests/parity/test_matrix.py::test_cell[zero1-adamw-n2-fp64-acc1]",
-    ),
-    Slip(
-        "zero1-reduces-the-first-micro-batch-alone",
-        "bert_dp/parallel/zero1.py",
-        "                if self._last:\n",
-        "                if True:\n",
-        "tests/parity/test_matrix.py::test_cell[zero1-muon-n2-fp32-acc3]",
-    ),
-    Slip(
-        "fsdp-averages-what-is-divided-already",
-        "bert_dp/parallel/fsdp.py",
-        "module.set_gradient_divide_factor(1.0)",
-        "module.set_gradient_divide_factor(float(self.dp_size))",
-        "tests/parity/test_matrix.py::test_cell[fsdp-adamw-n2-fp64-acc1]",
-    ),
-    Slip(
-        "every-rank-keeps-a-gathered-state",
-        "bert_dp/parallel/state.py",
-        ".contiguous() for name, value in items if keep}",
-        ".contiguous() for name, value in items}",
-        "tests/unit/test_step.py",
-    ),
-    Slip(
-        "norm-counts-shared-tensors-on-every-rank",
-        "bert_dp/parallel/base.py",
-        "            sums_N = sums_N * self._counts_N\n",
-        "            pass\n",
-        "tests/unit/test_tensor.py",
-    ),
+    ("bert_dp/parallel/ddp.py", "tests/unit/test_step.py"): {
+        "fp16-cast-before-the-division": (
+            "(buffer / group.size()).to(dtype)",
+            "buffer.to(dtype) / group.size()",
+        )
+    },
+    ("bert_dp/parallel/ddp.py", "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]"): {
+        "ddp-sum-divided-by-the-replicas": ("whole = loss * self.dp_size", "whole = loss")
+    },
+    ("bert_dp/parallel/zero1.py", "tests/unit/test_step.py"): {
+        "owners-by-count": ("load[owner] += sizes[name]", "load[owner] += 1")
+    },
+    ("bert_dp/parallel/zero1.py", "tests/parity/test_matrix.py::test_cell[zero1-adamw-n2-fp64-acc1]"): {
+        "zero1-gradients-never-zeroed": ("            bucket.gradients.zero_()\n", "")
+    },
+    ("bert_dp/parallel/zero1.py", "tests/parity/test_matrix.py::test_cell[zero1-muon-n2-fp32-acc3]"): {
+        "zero1-reduces-the-first-micro-batch-alone": ("if self._last:\n", "if True:\n")
+    },
+    ("bert_dp/parallel/fsdp.py", "tests/parity/test_matrix.py::test_cell[fsdp-adamw-n2-fp64-acc1]"): {
+        "fsdp-averages-what-is-divided-already": (
+            "set_gradient_divide_factor(1.0)",
+            "set_gradient_divide_factor(float(self.dp_size))",
+        )
+    },
+    ("bert_dp/parallel/state.py", "tests/unit/test_step.py"): {
+        "every-rank-keeps-a-gathered-state": ("in items if keep}", "in items}")
+    },
+    ("bert_dp/parallel/base.py", "tests/unit/test_tensor.py"): {
+        "norm-counts-shared-tensors-on-every-rank": ("sums_N = sums_N * self._counts_N\n", "pass\n")
+    },
     # data
-    Slip(
-        "sketches-out-of-step",
-        "bert_dp/data/build.py",
-        "batch.sketches[i]) for i in np.flatnonzero(exact)",
-        "batch.sketches[i]) for i in range(int(exact.sum()))",
-        "tests/unit/test_corpus.py",
-    ),
-    Slip(
-        "source-may-change-while-read",
-        "bert_dp/data/build.py",
-        "if before != [*map(inputs.identity, found)]:",
-        "if False:",
-        "tests/unit/test_corpus.py",
-    ),
+    ("bert_dp/data/build.py", "tests/unit/test_corpus.py"): {
+        "sketches-out-of-step": ("in np.flatnonzero(exact)", "in range(int(exact.sum()))"),
+        "source-may-change-while-read": ("if before != [*map(inputs.identity, found)]:", "if False:"),
+    },
     # labelled examples
-    Slip(
-        "glue-quotes-enclose",
-        "bert_dp/examples/table.py",
-        '"quoting": csv.QUOTE_NONE',
-        '"quoting": csv.QUOTE_MINIMAL',
-        "tests/unit/test_examples.py",
-    ),
-    Slip(
-        "glue-byte-order-mark",
-        "bert_dp/examples/glue.py",
-        'encoding="utf-8-sig"',
-        'encoding="utf-8"',
-        "tests/unit/test_examples.py",
-    ),
-    Slip(
-        "glue-last-place-wins",
-        "bert_dp/examples/glue.py",
-        "[name for name in names if name not in files]",
-        "names",
-        "tests/unit/test_examples.py",
-    ),
-    Slip(
-        "links-in-a-tar", "bert_dp/examples/glue.py", " and member.isreg()", "", "tests/unit/test_examples.py"
-    ),
-    Slip(
-        "shorter-text-cut-first",
-        "bert_dp/examples/prepare.py",
-        "max(room // 2, room - len(first))",
-        "room // 2",
-        "tests/unit/test_examples.py",
-    ),
-    Slip(
-        "labels-by-letter",
-        "bert_dp/examples/table.py",
-        "sorted(found, key=lambda name: (int(name), name))",
-        "sorted(found)",
-        "tests/unit/test_examples.py",
-    ),
-    Slip(
-        "dev-share-counts-as-glue",
-        "bert_dp/examples/prepare.py",
-        "official = None if labelled.official is None else False",
-        "official = labelled.official",
-        "tests/unit/test_examples.py",
-    ),
-    Slip(
-        "auc-of-one-logit",
-        "bert_dp/evaluation/scores.py",
-        "logits[:, 1] - logits[:, 0]",
-        "logits[:, 1]",
-        "tests/unit/test_scores.py",
-    ),
+    ("bert_dp/examples/table.py", "tests/unit/test_examples.py"): {
+        "glue-quotes-enclose": ('"quoting": csv.QUOTE_NONE', '"quoting": csv.QUOTE_MINIMAL'),
+        "labels-by-letter": ("sorted(found, key=lambda name: (int(name), name))", "sorted(found)"),
+    },
+    ("bert_dp/examples/glue.py", "tests/unit/test_examples.py"): {
+        "glue-byte-order-mark": ('encoding="utf-8-sig"', 'encoding="utf-8"'),
+        "glue-last-place-wins": ("[name for name in names if name not in files]", "names"),
+        "links-in-a-tar": (" and member.isreg()", ""),
+    },
+    ("bert_dp/examples/prepare.py", "tests/unit/test_examples.py"): {
+        "shorter-text-cut-first": ("max(room // 2, room - len(first))", "room // 2"),
+        "dev-share-counts-as-glue": ("None if labelled.official is None else False", "labelled.official"),
+    },
+    ("bert_dp/evaluation/scores.py", "tests/unit/test_scores.py"): {
+        "auc-of-one-logit": ("logits[:, 1] - logits[:, 0]", "logits[:, 1]")
+    },
     # checkpoints
-    Slip(
-        "files-not-synced",
-        "bert_dp/training/checkpoint.py",
-        "            _fsync(path)\n",
-        "            pass\n",
-        "tests/unit/test_checkpoint.py",
-    ),
-    Slip(
-        "directory-not-synced",
-        "bert_dp/training/checkpoint.py",
-        "    _fsync(folder)\n",
-        "",
-        "tests/unit/test_checkpoint.py",
-    ),
-    Slip(
-        "renamed-before-it-is-synced",
-        "bert_dp/training/checkpoint.py",
-        "        _fsync(temporary)\n",
-        "",
-        "tests/unit/test_checkpoint.py",
-    ),
-    Slip(
-        "prune-forgets-a-good-one",
-        "bert_dp/training/checkpoint.py",
-        "if place >= keep and good >= min(keep, 2):",
-        "if place >= keep:",
-        "tests/unit/test_checkpoint.py",
-    ),
-    Slip(
-        "two-writers-at-once",
-        "bert_dp/training/checkpoint.py",
-        "        self.wait()\n        start = time.perf_counter()",
-        "        start = time.perf_counter()",
-        "tests/unit/test_saving.py",
-    ),
-    Slip(
-        "a-state-that-is-not-finite-is-saved",
-        "bert_dp/training/checkpoint.py",
-        "            if name is not None:\n",
-        "            if False:\n",
-        "tests/unit/test_saving.py",
-    ),
+    ("bert_dp/training/checkpoint.py", "tests/unit/test_checkpoint.py"): {
+        "files-not-synced": ("            _fsync(path)\n", "            pass\n"),
+        "directory-not-synced": ("    _fsync(folder)\n", ""),
+        "renamed-before-it-is-synced": ("        _fsync(temporary)\n", ""),
+        "prune-forgets-a-good-one": ("if place >= keep and good >= min(keep, 2):", "if place >= keep:"),
+    },
+    ("bert_dp/training/checkpoint.py", "tests/unit/test_saving.py"): {
+        "two-writers-at-once": ("        self.wait()\n        start = time.", "        start = time."),
+        "a-state-that-is-not-finite-is-saved": ("            if name is not None:", "            if False:"),
+    },
     # the controlling process
-    Slip(
-        "grace-begins-again-at-each-poll",
-        "launcher/run/processes.py",
-        "deadline = deadline or time.monotonic() + start.grace_s",
-        "deadline = time.monotonic() + start.grace_s",
-        "tests/unit/test_ending.py",
-    ),
-    Slip(
-        "a-failed-run-waits-the-grace",
-        "launcher/run/processes.py",
-        "deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)",
-        "deadline = min(deadline or math.inf, failed_s + start.grace_s)",
-        "tests/unit/test_ending.py",
-    ),
-    Slip(
-        "a-silent-death-before-an-earlier-error",
-        "launcher/watch/failure.py",
-        "all(silent[0].time_ns < e",
-        "any(silent[0].time_ns < e",
-        "tests/unit/test_failure.py",
-    ),
-    Slip(
-        "the-latest-error-is-the-cause",
-        "launcher/watch/failure.py",
-        "key=lambda e: (not e.issues, e.time_ns)",
-        "key=lambda e: (not e.issues, -e.time_ns)",
-        "tests/unit/test_failure.py",
-    ),
-    Slip(
-        "reaper-kills-once",
-        "bert_dp/files/reaper.py",
-        "while (pids := marked(marks)) and time.monotonic() < end:",
-        "for pids in (marked(marks),):",
-        "tests/unit/test_ending.py",
-    ),
-    Slip(
-        "restarts-without-end",
-        "launcher/run/restarts.py",
-        "idle = 0 if after[0] > before[0] else idle + 1",
-        "idle = 0 if after[0] >= before[0] else idle + 1",
-        "tests/unit/test_restarts.py",
-    ),
-    Slip(
-        "who-is-ahead-holds-the-others-up",
-        "launcher/watch/hangs.py",
-        "for rank in last if last[rank] < newest",
-        "for rank in last if last[rank] == newest",
-        "tests/unit/test_hangs.py",
-    ),
-    Slip(
-        "a-gpu-that-is-behind-is-overlooked",
-        "launcher/watch/hangs.py",
-        "for on_gpu in (False, True):",
-        "for on_gpu in (False,):",
-        "tests/unit/test_hangs.py",
-    ),
-    Slip(
-        "waiting-for-data-told-as-a-step",
-        "bert_dp/training/loop.py",
-        '        trainer.heartbeat.enter("data")\n        batch',
-        "        batch",
-        "tests/unit/test_loop.py",
-    ),
-    Slip(
-        "garbage-left-at-a-line",
-        "bert_dp/training/loop.py",
-        "    gc.collect()  #",
-        "    pass  #",
-        "tests/unit/test_loop.py",
-    ),
+    ("launcher/run/processes.py", "tests/unit/test_ending.py"): {
+        "grace-begins-again-at-each-poll": ("deadline or time.monotonic() +", "time.monotonic() +"),
+        "a-failed-run-waits-the-grace": ("failed_s + KILL_AFTER_FAILURE_S", "failed_s + start.grace_s"),
+    },
+    ("launcher/watch/failure.py", "tests/unit/test_failure.py"): {
+        "a-silent-death-before-an-earlier-error": ("all(silent[0].time_ns < e", "any(silent[0].time_ns < e"),
+        "the-latest-error-is-the-cause": ("(not e.issues, e.time_ns)", "(not e.issues, -e.time_ns)"),
+    },
+    ("bert_dp/files/reaper.py", "tests/unit/test_ending.py"): {
+        "reaper-kills-once": (
+            "while (pids := marked(marks)) and time.monotonic() < end:",
+            "for pids in (marked(marks),):",
+        )
+    },
+    ("launcher/run/restarts.py", "tests/unit/test_restarts.py"): {
+        "restarts-without-end": ("if after[0] > before[0] else", "if after[0] >= before[0] else")
+    },
+    ("launcher/watch/hangs.py", "tests/unit/test_hangs.py"): {
+        "who-is-ahead-holds-the-others-up": ("if last[rank] < newest", "if last[rank] == newest"),
+        "a-gpu-that-is-behind-is-overlooked": ("for on_gpu in (False, True):", "for on_gpu in (False,):"),
+    },
     # figures of parallel runs
-    Slip(
-        "noise-interval-without-correction",
-        "bert_dp/training/noise.py",
-        "(BLOCKS / (BLOCKS - 1) / steps**2)",
-        "(1 / steps**2)",
-        "tests/unit/test_noise_estimate.py",
-    ),
-    Slip(
-        "zero1-memory-by-world",
-        "bert_dp/cost.py",
-        "        optimizer /= shards\n",
-        "        optimizer /= world_size\n",
-        "tests/unit/test_cost.py",
-    ),
-    Slip(
-        "one-gather-too-many",
-        "launcher/plan/step_model.py",
-        "(gather, backward, a - 1),",
-        "(gather, backward, a),",
-        "tests/unit/test_step_model.py",
-    ),
-    Slip(
-        "blocks-ready-too-early",
-        "launcher/plan/step_model.py",
-        "ready_s=(i + 1) / (blocks + 1)",
-        "ready_s=i / (blocks + 1)",
-        "tests/unit/test_step_model.py",
-    ),
-    Slip(
-        "tie-with-one-degree-too-many",
-        "launcher/stats.py",
-        "student(len(values) - 1)",
-        "student(len(values))",
-        "tests/unit/test_lr_search.py",
-    ),
-    Slip(
-        "first-clock-of-any-rank",
-        "bert_dp/training/distributed.py",
-        "elapsed_s) if self._comm.world.rank == 0 else (0.0, 0.0)",
-        "elapsed_s)",
-        "tests/unit/test_dist.py",
-    ),
+    ("bert_dp/training/noise.py", "tests/unit/test_noise_estimate.py"): {
+        "noise-interval-without-correction": ("(BLOCKS / (BLOCKS - 1) / steps**2)", "(1 / steps**2)")
+    },
+    ("bert_dp/cost.py", "tests/unit/test_cost.py"): {
+        "zero1-memory-by-world": ("        optimizer /= shards\n", "        optimizer /= world_size\n")
+    },
+    ("launcher/plan/step_model.py", "tests/unit/test_step_model.py"): {
+        "one-gather-too-many": ("(gather, backward, a - 1),", "(gather, backward, a),"),
+        "blocks-ready-too-early": ("ready_s=(i + 1) / (blocks + 1)", "ready_s=i / (blocks + 1)"),
+    },
+    ("launcher/stats.py", "tests/unit/test_lr_search.py"): {
+        "tie-with-one-degree-too-many": ("student(len(values) - 1)", "student(len(values))")
+    },
+    ("bert_dp/training/distributed.py", "tests/unit/test_dist.py"): {
+        "first-clock-of-any-rank": ("elapsed_s) if self._comm.world.rank == 0 else (0.0, 0.0)", "elapsed_s)")
+    },
     # distillation
-    Slip(
-        "soft-labels-without-temperature",
-        "bert_dp/tasks/distill.py",
-        "distill.temperature**2 * divergence",
-        "divergence",
-        "tests/unit/test_distill.py",
-    ),
-    Slip(
-        "labels-of-other-copies",
-        "bert_dp/tasks/distill.py",
-        "answers(self._logits_NL[-copies:], self._kind)",
-        "answers(self._logits_NL[:copies], self._kind)",
-        "tests/unit/test_distill.py",
-    ),
-    Slip(
-        "teachers-logits-in-order-of-length",
-        "bert_dp/evaluation/prediction.py",
-        "np.concatenate(outputs)[np.argsort(np.concatenate(together))]",
-        "np.concatenate(outputs)",
-        "tests/unit/test_distill.py",
-    ),
-    Slip(
-        "reversed-with-padding",
-        "bert_dp/model/bilstm.py",
-        "reverse_BS = (length_B[:, None] - 1 - place_S)",
-        "reverse_BS = (ids_BS.shape[1] - 1 - place_S)[None]",
-        "tests/unit/test_bilstm.py",
-    ),
-    Slip(
-        "copies-without-the-seed",
-        "bert_dp/examples/augment.py",
-        'Random(f"{seed}/{example}/{copy}")',
-        'Random(f"{example}/{copy}")',
-        "tests/unit/test_augment.py",
-    ),
-    Slip(
-        "copies-that-repeat-an-example",
-        "bert_dp/examples/augment.py",
-        "for row in copies if row.texts not in seen}",
-        "for row in copies}",
-        "tests/unit/test_augment.py",
-    ),
+    ("bert_dp/tasks/distill.py", "tests/unit/test_distill.py"): {
+        "soft-labels-without-temperature": ("distill.temperature**2 * divergence", "divergence"),
+        "labels-of-other-copies": ("answers(self._logits_NL[-copies:]", "answers(self._logits_NL[:copies]"),
+    },
+    ("bert_dp/evaluation/prediction.py", "tests/unit/test_distill.py"): {
+        "teachers-logits-in-order-of-length": ("[np.argsort(np.concatenate(together))]", "")
+    },
+    ("bert_dp/model/bilstm.py", "tests/unit/test_bilstm.py"): {
+        "reversed-with-padding": ("length_B[:, None] - 1 - place_S)", "ids_BS.shape[1] - 1 - place_S)[None]")
+    },
+    ("bert_dp/examples/augment.py", "tests/unit/test_augment.py"): {
+        "copies-without-the-seed": ('Random(f"{seed}/{example}/{copy}")', 'Random(f"{example}/{copy}")'),
+        "copies-that-repeat-an-example": ("for row in copies if row.texts not in seen", "for row in copies"),
+    },
     # encoders of transformers as the beginning of a run
-    Slip(
-        "hf-roberta-positions-from-the-padding",
-        "bert_dp/config/hf.py",
-        '"position_offset": pad + 1 if',
-        '"position_offset": pad if',
-        "tests/unit/test_hf_encoders.py",
-    ),
-    Slip(
-        "hf-any-tokenizer-fits",
-        "bert_dp/config/hf.py",
-        "if sha is not None and (not own.is_file() or",
-        "if sha is not None or (not own.is_file() or",
-        "tests/unit/test_hf_encoders.py",
-    ),
-    Slip(
-        "hf-key-and-value-swapped",
-        "bert_dp/model/hf.py",
-        '{"q": "query", "k": "key", "v": "value"}',
-        '{"q": "query", "k": "value", "v": "key"}',
-        "tests/unit/test_hf_encoders.py",
-    ),
-    Slip(
-        "hf-missing-tensors-are-empty",
-        "bert_dp/model/hf.py",
-        "            missing.append(name)",
-        "            pass",
-        "tests/unit/test_hf_encoders.py",
-    ),
-    Slip(
-        "hf-window-without-its-edges",
-        "bert_dp/model/bert.py",
-        "distance_SS <= self.reach",
-        "distance_SS < self.reach",
-        "tests/unit/test_hf_encoders.py",
-    ),
-    Slip(
-        "hf-local-layers-turn-as-global-ones",
-        "bert_dp/model/bert.py",
-        '"local_rotary_2SD": config.local_rope_theta',
-        '"local_rotary_2SD": config.rope_theta',
-        "tests/unit/test_hf_encoders.py",
-    ),
-    Slip(
-        "hf-decoder-bias-on-every-rank",
-        "bert_dp/model/bert.py",
-        '            "head.decoder_bias": (0, 1),\n',
-        "",
-        "tests/parity/test_hf_encoders.py",
-    ),
-)
+    ("bert_dp/config/hf.py", "tests/unit/test_hf_encoders.py"): {
+        "hf-roberta-positions-from-the-padding": ("pad + 1 if", "pad if"),
+        "hf-any-tokenizer-fits": ("is not None and (not own", "is not None or (not own"),
+    },
+    ("bert_dp/model/hf.py", "tests/unit/test_hf_encoders.py"): {
+        "hf-key-and-value-swapped": ('"k": "key", "v": "value"', '"k": "value", "v": "key"'),
+        "hf-missing-tensors-are-empty": ("            missing.append(name)", "            pass"),
+    },
+    ("bert_dp/model/bert.py", "tests/unit/test_hf_encoders.py"): {
+        "hf-window-without-its-edges": ("distance_SS <= self.reach", "distance_SS < self.reach"),
+        "hf-local-layers-turn-as-global-ones": ("config.local_rope_theta", "config.rope_theta"),
+    },
+    ("bert_dp/model/bert.py", "tests/parity/test_hf_encoders.py"): {
+        "hf-decoder-bias-on-every-rank": ('            "head.decoder_bias": (0, 1),\n', "")
+    },
+}
+"""(File, tests that are to notice) -> name of a slip -> text in the file, what stands in its place."""
+SLIPS = [Slip(name, *key, *texts) for key, slips in TABLE.items() for name, texts in slips.items()]
 
 
 def first_failure(tests: Sequence[str], timeout_s: float, slip: Slip | None = None) -> str | None:

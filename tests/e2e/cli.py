@@ -16,6 +16,7 @@ import psutil
 from bert_dp.config import dump_config, load_config
 from launcher.cli import app
 from launcher.job import find_config
+from tests.helpers import read_json
 
 T = TypeVar("T")
 TINY = (
@@ -63,22 +64,33 @@ def open_to_others(folder: Path) -> list[str]:
     return [str(p) for p in (folder, *folder.rglob("*")) if p.lstat().st_mode & 0o077]
 
 
+Done = subprocess.CompletedProcess[str]
+
+
+def ended(done: Done, code: int | None) -> Done:
+    """A command that must have ended with this exit code (None: any)."""
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return done
+
+
 def bert_dp(
-    *arguments: str, cwd: Path | None = None, timeout: float = 180, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    *arguments: str, code: int | None = 0, cwd: Path | None = None, timeout: float = 400, **environ: str
+) -> Done:
+    environ = {**os.environ, "COLUMNS": "160", **environ}
+    done = subprocess.run(
         command(*arguments),
         cwd=cwd,
         timeout=timeout,
         text=True,
         capture_output=True,
         check=False,
-        env={**os.environ, "COLUMNS": "160", **environ},
+        env=environ,
     )
+    return ended(done, code)
 
 
-def here(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """As `bert_dp`, in this process and ten times as fast: for commands that start no rank."""
+def here(*arguments: str, cwd: Path | None = None, **environ: str) -> Done:
+    """As `bert_dp`, in this process and ten times as fast, with any exit code: for what starts no rank."""
     said, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["bert-dp", *arguments]),
@@ -95,10 +107,14 @@ def here(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess
     return subprocess.CompletedProcess(arguments, code, said.getvalue(), errors.getvalue())
 
 
+def accepted(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
+    """What a command prints that ends with exit code 0, in this process."""
+    return ended(here(*arguments, cwd=cwd, **environ), 0).stdout
+
+
 def refused(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
-    """What a command says that ends with exit code 2 and without a traceback."""
-    done = here(*arguments, cwd=cwd, **environ)
-    assert done.returncode == 2, done.stdout + done.stderr
+    """What a command says that ends with exit code 2 and without a traceback, in this process."""
+    done = ended(here(*arguments, cwd=cwd, **environ), 2)
     assert "Traceback" not in done.stderr
     return done.stderr
 
@@ -131,12 +147,10 @@ def train(
     code: int | None = 0,
     timeout: float = 180,
     **environ: str,
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """A run to its end, which must exit with `code` (None: whatever it exits with)."""
     command_line = (*train_command(shards, run_dir, *settings, nproc=nproc), *options)
-    done = bert_dp(*command_line, timeout=timeout, **environ)
-    assert code is None or done.returncode == code, done.stdout + done.stderr
-    return done
+    return bert_dp(*command_line, code=code, timeout=timeout, **environ)
 
 
 def begin(
@@ -148,12 +162,10 @@ def begin(
 
 def go_on(
     run_dir: Path, *settings: str, nproc: int = 1, options: tuple[str, ...] = (), code: int | None = 0
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """The run of this directory, started again without its configuration."""
     items = [part for item in " ".join(settings).split() for part in ("--set", item)]
-    done = bert_dp("train", "--run-dir", str(run_dir), "--nproc", str(nproc), *items, *options)
-    assert code is None or done.returncode == code, done.stdout + done.stderr
-    return done
+    return bert_dp("train", "--run-dir", str(run_dir), "--nproc", str(nproc), *items, *options, code=code)
 
 
 def write_config(run_dir: Path, shards: Path, *settings: str) -> Path:
@@ -198,7 +210,7 @@ def interrupted(
     *,
     patience_s: float = 15.0,
     **environ: str,
-) -> subprocess.CompletedProcess[str]:
+) -> Done:
     """A command that gets this signal once `condition` holds; of what it has started at `place` nothing is
     left after `patience_s`."""
     process = start(*arguments, **environ)
@@ -217,6 +229,16 @@ def wait_for(condition: Callable[[], T], seconds: float = 120.0) -> T:
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
     return answer
+
+
+def trials_done(out: Path) -> dict[str, float]:
+    """Trials of a search that have ended by themselves, and were seen to -> when."""
+    summaries = [path.with_name("summary.json") for path in out.glob("trials/*/trial.json")]
+    return {
+        path.parent.name: path.stat().st_mtime
+        for path in summaries
+        if path.exists() and read_json(path)["status"] == "done"
+    }
 
 
 def step_reached(run_dir: Path, step: int) -> Callable[[], bool]:

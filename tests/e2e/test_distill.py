@@ -9,12 +9,12 @@ import pytest
 import bert_dp as package
 from bert_dp.model.bilstm import BiLstm
 from bert_dp.model.classifier import Classifier
-from tests.e2e.cli import TINY, bert_dp, here, refused
+from tests.e2e.cli import accepted, bert_dp, refused
 from tests.helpers import read_json, read_lines, write_files
 from tests.helpers import write_lines as write_json_lines
+from tests.runs_to_export import WORDS, tiny_config, write_run
 
 ROOT = Path(__file__).parents[2]
-WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
 OWN = ("--train", "train.csv", "--dev", "dev.csv")
 PAIRS = ("--train", "train-pairs.csv", "--dev", "dev-pairs.csv")
 OTHER = ("--train", "train-other.csv", "--dev", "dev-other.csv")
@@ -26,32 +26,25 @@ SHORT = ("schedule.epochs=1", "batch.global_size=16", "batch.micro_size=4", "pre
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs `crammed`, `teacher` and `pairs` beside the files that they learned from."""
     folder = tmp_path_factory.mktemp("distill")
-    texts = "\n".join(" ".join([*WORDS[i % 7 : i % 7 + 9], str(i)]) for i in range(400))
-    write_files(folder, {"text.txt": texts})
     for name, count in (("train", 24), ("dev", 7)):
-        rows = [(f"the {('cat', 'dog')[i % 2]} sat on {WORDS[i % 9]}", "ab"[i % 2]) for i in range(count)]
+        rows = [(f"the {('crew', 'rain')[i % 2]} fell on {WORDS[i % 9]}", "ab"[i % 2]) for i in range(count)]
         tables = {
             "": ["text,label", *(f"{text},{label}" for text, label in rows)],
             "-pairs": ["text,text_pair,label", *(f"{text},the rain,{label}" for text, label in rows)],
             "-other": ["text,label", *(f"{text},{label}c" for text, label in rows)],
         }
         write_files(folder, {f"{name}{kind}.csv": "\n".join(lines) for kind, lines in tables.items()})
-    logits = ({"text": f"the {WORDS[i % 15]} ran {i}", "logits": [i % 2, 1.5]} for i in range(30))
+    logits = ({"text": f"the {WORDS[i % 15]} sailed {i}", "logits": [i % 2, 1.5]} for i in range(30))
     write_json_lines(folder / "logits.jsonl", logits)
-    build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.1")
-    for name, asked in {
-        "crammed": ("train", "data.sources=[text.txt]", *TINY, *build),
-        "teacher": ("finetune", "runs/crammed", "schedule.epochs=1", *OWN),
-        "pairs": ("finetune", "runs/crammed", "schedule.epochs=1", *PAIRS),
-    }.items():
-        done = bert_dp(*asked, "--nproc", "1", "--run-dir", f"runs/{name}", cwd=folder)
-        assert done.returncode == 0, done.stderr
+    write_run(folder / "runs/crammed", tiny_config())
+    for name, data in (("teacher", OWN), ("pairs", PAIRS)):
+        asked = ("finetune", "runs/crammed", "schedule.epochs=1", *data, "--nproc", "1")
+        bert_dp(*asked, "--run-dir", f"runs/{name}", cwd=folder)
     return folder
 
 
 def distilled(folder: Path, name: str, *arguments: str) -> str:
     done = bert_dp("distill", *arguments, *SHORT, "--run-dir", name, cwd=folder)
-    assert done.returncode == 0, done.stderr + done.stdout
     assert 0 <= read_json(folder / name / "summary.json")["heldout"]["scores"]["dev/accuracy"] <= 1
     assert [line["label"] for line in read_lines(folder / name / "predictions.jsonl")] == [0, 1] * 3 + [0]
     return done.stderr
@@ -69,12 +62,10 @@ def test_a_bilstm_learns_on_two_ranks_and_the_commands_of_the_page_run(folder: P
     commands = [line.split()[1:] for line in block.splitlines()]
     assert [words[0] for words in commands] == ["distill"] * 3 + ["predict"]
     for words in commands[:3]:
-        done = here(*words, "--dry-run", cwd=folder)
-        assert done.returncode == 0, done.stderr
+        accepted(*words, "--dry-run", cwd=folder)
     (folder / "runs/student").symlink_to(folder / "lstm")
-    done = here(*commands[3], cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["label"] in "ab" for line in done.stdout.splitlines()] == [True] * 7
+    labels = [json.loads(line)["label"] for line in accepted(*commands[3], cwd=folder).splitlines()]
+    assert [label in "ab" for label in labels] == [True] * 7
 
 
 def test_pairs_and_a_pretrained_student(folder: Path) -> None:

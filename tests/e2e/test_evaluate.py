@@ -11,7 +11,7 @@ from bert_dp import files
 from bert_dp.data import tokenizer
 from bert_dp.evaluation.text_loss import TextLoss
 from bert_dp.training import checkpoint
-from tests.e2e.cli import bert_dp, here, interrupted, refused, start
+from tests.e2e.cli import accepted, bert_dp, here, interrupted, refused, start
 from tests.helpers import read_lines
 
 RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
@@ -32,17 +32,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES))
     asked = ("eval", "mlm", str(run_dir), "a.txt")
-    printed = bert_dp(*asked, "--json", cwd=tmp_path)
-    assert printed.returncode == 0, printed.stderr
-    found = TextLoss.model_validate_json(printed.stdout)
+    found = TextLoss.model_validate_json(accepted(*asked, "--json", cwd=tmp_path))
     assert found.documents == found.sources[0]["documents"] == len(LINES)
     assert found.hidden.bits_per_byte is not None
     assert 0 < found.hidden.bits_per_byte < 20
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": line}) + "\n" for line in reversed(LINES)))
-    shown = bert_dp("eval", "mlm", str(run_dir), "a.jsonl", "--text-key", "body", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown.stdout
-    assert f"{found.predicted.tokens:,} tokens" in shown.stdout  # the same tokens in another order
+    shown = accepted("eval", "mlm", str(run_dir), "a.jsonl", "--text-key", "body", cwd=tmp_path)
+    assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown
+    assert f"{found.predicted.tokens:,} tokens" in shown  # the same tokens in another order
 
 
 @pytest.mark.quick
@@ -85,7 +82,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
         assert said in errors
         assert errors.count("\n") == 1
     (tmp_path / "b.txt").write_bytes(b"fine\n\xff\n")
-    done = bert_dp("eval", "mlm", str(run_dir), str(tmp_path / "b.txt"))
+    done = here("eval", "mlm", str(run_dir), str(tmp_path / "b.txt"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "b.txt: line 2, byte 1 is not UTF-8" in done.stderr
 
@@ -93,8 +90,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES))
-    done = bert_dp("predict", str(run_dir), "a.txt", "--out", "a.jsonl", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert bert_dp("predict", str(run_dir), "a.txt", "--out", "a.jsonl", cwd=tmp_path).stdout == ""
     found = read_lines(tmp_path / "a.jsonl")
     assert [line["index"] for line in found] == list(range(len(LINES)))
     assert {len(line["encoding"]) for line in found} == {16}

@@ -20,7 +20,7 @@ from bert_dp.config import Config
 from bert_dp.config.errors import sha256
 from bert_dp.exporting.check import ExportCheck
 from bert_dp.files.run_facts import MODEL_FILES
-from tests.e2e.cli import bert_dp, interrupted, refused
+from tests.e2e.cli import accepted, bert_dp, ended, here, interrupted, refused
 from tests.helpers import logged, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
@@ -43,15 +43,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(form: str, run: Path, out: Path, *options: str) -> Path:
     done = bert_dp("export", form, str(run), "--out", str(out), *options)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert not re.search(r"^(W\d{4}|WARNING)|Warning:", done.stderr, re.MULTILINE), done.stderr
     return out
 
 
 def check(directory: Path, run: Path) -> ExportCheck:
-    done = bert_dp("export", "check", str(directory), "--json", "--run", str(run))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return ExportCheck.model_validate_json(done.stdout)
+    said = accepted("export", "check", str(directory), "--json", "--run", str(run))
+    return ExportCheck.model_validate_json(said)
 
 
 def assert_proven(found: ExportCheck, tolerance: float) -> None:
@@ -143,8 +141,7 @@ def assert_encodes_alike(run: Path, out: Path, folder: Path) -> None:
 
 
 def predicted(run: Path, file: Path, place: Path, *options: str) -> list[dict[str, Any]]:
-    done = bert_dp("predict", str(run), str(file), "--out", str(place), *options)
-    assert done.returncode == 0, done.stderr
+    accepted("predict", str(run), str(file), "--out", str(place), *options)
     return read_lines(place)
 
 
@@ -160,8 +157,7 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
     run = tmp_path / "run"
     data = ["--train", "train.csv", "--dev", "dev.csv", "--text", "body", "--label", "topic"]
     how = ["schedule.epochs=20", "optim.lr=2e-3", "precision=fp32", "--nproc", "1"]
-    done = bert_dp("finetune", str(runs / "rope"), *data, *how, "--run-dir", str(run), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    bert_dp("finetune", str(runs / "rope"), *data, *how, "--run-dir", str(run), cwd=tmp_path)
     score = read_json(run / "summary.json")["heldout"]["scores"]["dev/accuracy"]
     told = read_lines(run / "predictions.jsonl")
     names = read_json(export("hf", run, tmp_path / "hf") / "config.json")["id2label"]
@@ -192,8 +188,7 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
     about = read_json(out / "export.json")
     about["files"]["config.json"] = sha256(out / "config.json")
     (out / "export.json").write_text(json.dumps(about))
-    shown = bert_dp("export", "check", out.name, "--run", str(runs / "rms"), cwd=tmp_path)
-    assert shown.returncode == 1, shown.stderr
+    shown = ended(here("export", "check", out.name, "--run", str(runs / "rms"), cwd=tmp_path), 1)
     assert "does not reproduce the outputs of the run" in shown.stdout
     largest = re.search(r"largest difference +([\d.e-]+)", shown.stdout)
     assert largest is not None
@@ -293,16 +288,14 @@ def test_a_directory_that_lacks_a_file_is_refused(
 
 def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "new", RUNS["rms"], step=0)
-    done = bert_dp("export", "hf", str(tmp_path / "new"), "--out", str(tmp_path / "out"))
-    assert done.returncode == 0
+    done = ended(here("export", "hf", str(tmp_path / "new"), "--out", str(tmp_path / "out")), 0)
     assert done.stderr.startswith("warning: RUN ")
     broken = shutil.copytree(runs / "rms", tmp_path / "broken")
     (broken / "checkpoints/step-00000003/model.safetensors").write_bytes(b"torn")
     assert "but the manifest says" in refused("export", "hf", str(broken), "--out", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
     assert str(tmp_path) not in "".join(p.read_text() for p in (tmp_path / "out").glob("*.*[nd]"))
-    done = bert_dp("export", "check", str(tmp_path / "out"))  # its run lies beside it
-    assert done.returncode == 0, done.stderr
+    accepted("export", "check", str(tmp_path / "out"))  # its run lies beside it
     shutil.move(tmp_path / "new", tmp_path / "moved")
     for options in ((), ("--run", str(runs / "rope"))):
         assert refused("export", "check", str(tmp_path / "out"), *options).startswith("error: --run: ")
@@ -342,22 +335,19 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
     model = [f"model.{key}={json.dumps(value)}" for key, value in RUNS["rope"].model.model_dump().items()]
     settings = [*shape.split(), *model, f"data.path={shards}", "precision=fp32", "data.sequence_length=16"]
 
-    def train(*more: str) -> Any:
-        place = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        return place, bert_dp(
-            "train", "quickstart", *settings, *more, "--nproc", "1", "--run-dir", str(place), timeout=300
-        )
+    def train(name: str, start: str, code: int = 0) -> str:
+        place = ("--nproc", "1", "--run-dir", str(tmp_path / name))
+        done = bert_dp("train", "quickstart", *settings, f"run.init_from={start}", *place, code=code)
+        return done.stdout + done.stderr
 
-    place, done = train(f"run.init_from=hf:{out}")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert f"data.tokenizer: the data use a different tokenizer than {out}" in done.stdout + done.stderr
+    said = train("foreign", f"hf:{out}", code=2)
+    assert f"data.tokenizer: the data use a different tokenizer than {out}" in said
     (out / "tokenizer.json").unlink()
-    place, done = train(f"run.init_from=hf:{out}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = read_json(place / "summary.json")
-    assert summary["init_from"]["tensors"] == summary["init_from"]["of"]
-    own, done = train(f"run.init_from={runs / 'rope'}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert logged(own, "loss") == logged(place, "loss")
+    train("exported", f"hf:{out}")
+    init_from = read_json(tmp_path / "exported/summary.json")["init_from"]
+    assert init_from["tensors"] == init_from["of"]
+    train("own", str(runs / "rope"))
+    assert logged(tmp_path / "own", "loss") == logged(tmp_path / "exported", "loss")
+    assert logged(tmp_path / "own", "step") == [1, 2], "the run itself has made three steps"
     errors = refused("train", "quickstart", *settings, f"run.init_from=hf:{out}", "model.norm_eps=1e-6")
     assert f"model.norm_eps: 1e-06, but {out} has 1e-05" in errors

@@ -1,6 +1,5 @@
 """`bert-dp finetune` as a user runs it: from a pretrained run and files of labelled examples."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -11,46 +10,36 @@ import bert_dp as package
 from bert_dp.files import PREDICTIONS
 from launcher import job
 from launcher.cli.reports import report_of
-from tests.e2e.cli import TINY, bert_dp, here, refused
+from tests.e2e.cli import accepted, bert_dp, refused
 from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json, read_lines
+from tests.runs_to_export import WORDS, tiny_config, write_run
 
-WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
-ANIMALS = ("the cat sat on {},meow", "the dog sat on {},woof")
+PLACES = ("the old crew fell on {},land", "the old ship sailed past {},sea")
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on a few sentences, with a tokenizer of its own."""
-    folder = tmp_path_factory.mktemp("pretrained")
-    lines = [" ".join([*WORDS[i % 7 : i % 7 + 9], str(i)]) for i in range(400)]
-    (folder / "text.txt").write_text("\n".join(lines))
-    build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.1", "eval.max_sequences=8")
-    sources = f"data.sources=[{folder / 'text.txt'}]"
-    done = bert_dp("train", sources, *TINY, *build, "--nproc", "1", "--run-dir", str(folder / "run"))
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    return write_run(tmp_path_factory.mktemp("pretrained") / "run", tiny_config())
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.csv and dev.csv: which animal a sentence is of."""
+    """train.csv and dev.csv: the place that a sentence tells of."""
     folder = tmp_path_factory.mktemp("files")
     for name, count in (("train", 24), ("dev", 7)):
-        rows = [f"{ANIMALS[i % 2].format(WORDS[i % 9])}\n" for i in range(count)]
-        (folder / f"{name}.csv").write_text("".join(["sentence,animal\n", *rows]))
+        rows = [f"{PLACES[i % 2].format(WORDS[i % 9])}\n" for i in range(count)]
+        (folder / f"{name}.csv").write_text("".join(["sentence,place\n", *rows]))
     return folder
 
 
-OWN = ("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence", "--label", "animal")
+OWN = ("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence", "--label", "place")
 
 
 def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, tmp_path: Path) -> None:
-    plain = here("finetune", str(run_dir), "schedule.epochs=2", *OWN, "--dry-run", cwd=files)
-    assert plain.returncode == 0, plain.stderr
-    assert "24 examples" in plain.stdout
-    done = bert_dp("finetune", str(run_dir), "schedule.epochs=2", *OWN, "--run-dir", str(tmp_path), cwd=files)
-    assert done.returncode == 0, done.stderr
+    asked = ("finetune", str(run_dir), "schedule.epochs=2", *OWN)
+    assert "24 examples" in accepted(*asked, "--dry-run", cwd=files)
+    done = bert_dp(*asked, "--run-dir", str(tmp_path), cwd=files)
     told = read_json(tmp_path / "summary.json")
     assert (told["step"], told["world_size"], told["micro_batch"]) == (3, 2, 8)
     score = told["heldout"]["scores"]["dev/accuracy"]
@@ -59,17 +48,14 @@ def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, 
     assert [line["label"] for line in lines] == [0, 1, 0, 1, 0, 1, 0]
     model, _ = package.load(tmp_path)
     assert model.head.classifier.out_features == 2
-    again = here("train", "--run-dir", str(tmp_path))
-    assert again.returncode == 0, again.stderr
-    assert "this run is complete" in again.stdout
+    assert "this run is complete" in accepted("train", "--run-dir", str(tmp_path))
 
 
 def test_a_share_of_train_is_dev_and_every_seed_is_a_run(run_dir: Path, tmp_path: Path) -> None:
-    rows = [f"{ANIMALS[i % 2].format(f'{i} mats')}\n" for i in range(24)]
+    rows = [f"{PLACES[i % 2].format(f'{i} islands')}\n" for i in range(24)]
     (tmp_path / "mine.csv").write_text("text,label\n" + "".join(rows))
     asked = ("--train", str(tmp_path / "mine.csv"), "--dev-fraction", "0.25", "--seeds", "2", "--nproc", "1")
     done = bert_dp("finetune", str(run_dir), *asked, "--run-dir", str(tmp_path), "schedule.epochs=1")
-    assert done.returncode == 0, done.stderr
     runs = [package.read_run(tmp_path / f"seed-{k}") for k in (0, 1)]
     assert [run.config.run.seed for run in runs] == [0, 1]
     assert runs[0].config.data.path == runs[1].config.data.path
@@ -83,7 +69,7 @@ def test_a_share_of_train_is_dev_and_every_seed_is_a_run(run_dir: Path, tmp_path
     assert "always the most frequent label: 50.0 %" in report.tiles[0].note
     (classes,) = [section for section in report.sections if section.title == "Classes"]
     by_class, matrix = classes.tables
-    assert [row.label for row in matrix.rows] == ["meow", "woof"]
+    assert [row.label for row in matrix.rows] == ["land", "sea"]
     counts = [[int(cell.text) for cell in row.cells] for row in matrix.rows]
     assert [sum(row) for row in counts] == [3, 3]
     assert (counts[0][0] + counts[1][1]) / 6 == pytest.approx(scores[0])
@@ -108,7 +94,6 @@ REFUSED = {
     "a word": ((*OWN, "colour"), "colour: expected a setting a.b=value"),
     "vocabulary": ((*OWN, "--init", "random", "model.vocab_size=60"), "model.vocab_size: 60"),
 }
-IN_THE_FILES = ("no label", "unknown column", "missing file")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -116,15 +101,9 @@ def test_bad_input_is_refused_before_anything_starts(
     name: str, run_dir: Path, files: Path, tmp_path: Path
 ) -> None:
     arguments, told = REFUSED[name]
-    place = tmp_path / "run"
-    asked = ("finetune", str(run_dir), *arguments, "--run-dir", str(place))
-    if name in IN_THE_FILES:  # said by the process that reads them
-        done = bert_dp(*asked, cwd=files)
-        assert done.returncode == 2
-        assert told in done.stderr
-    else:
-        assert told in refused(*asked, cwd=files)
-    assert not place.exists()
+    asked = ("finetune", str(run_dir), *arguments, "--run-dir", str(tmp_path / "run"))
+    assert told in refused(*asked, cwd=files)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
@@ -139,14 +118,13 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
         ("predict", str(bare), "dev.csv", "--text", "sentence"),
     ):
         said = refused(*arguments, cwd=files)
-        assert told in said or f"{bare}/checkpoints/step-00000000/tokenizer.json: No such file" in said
+        assert told in said or f"{bare}/checkpoints/step-00000003/tokenizer.json: No such file" in said
         assert all(line.startswith("error: ") for line in said.splitlines())
 
 
-def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_none_is_refused(files: Path, tmp_path: Path) -> None:
     for place, told in ((tmp_path / "none", "does not exist"), (files, "contains no checkpoint")):
         assert told in refused("finetune", str(place), *OWN, cwd=files)
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
 
 
 def test_without_scikit_learn_nothing_starts(

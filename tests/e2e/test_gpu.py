@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.cli import wait_for
+from tests.e2e.cli import Done, ended, wait_for
 from tests.gpu.__main__ import PARTS
 from tests.helpers import read_json, read_lines, write_files
 from tests.shards import write_shards
@@ -35,15 +35,8 @@ def command(*options: str) -> list[str]:
     return [sys.executable, "-m", "tests.gpu", *options]
 
 
-def gpu(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*options),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environ},
-    )
+def gpu(*options: str, code: int | None) -> Done:
+    return ended(subprocess.run(command(*options), cwd=ROOT, capture_output=True, text=True), code)
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
@@ -53,15 +46,14 @@ def sleepers(seconds: str) -> list[psutil.Process]:
 @pytest.mark.quick
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
 def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
-    done = gpu("--out", str(tmp_path / "out"))
-    assert done.returncode == 1
+    done = gpu("--out", str(tmp_path / "out"), code=1)
     assert "no GPU that torch can use: nothing was checked" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.timeout(1500)
 def test_the_short_form_runs_every_part_and_goes_on(tmp_path: Path) -> None:
-    done = gpu("--short", "--out", str(tmp_path))
+    done = gpu("--short", "--out", str(tmp_path), code=None)
     results = {line["part"]: line for line in read_lines(tmp_path / "results.jsonl")}
     assert {name: line["problems"] for name, line in results.items() if line["problems"]} == {}
     expected = set(PARTS) - {"bert", "micro-512", "length-512", "tune-512", "trainer"}
@@ -82,7 +74,7 @@ def test_the_short_form_runs_every_part_and_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "raw" / "profile" / "trace.json.gz").exists()
     assert (tmp_path / "raw" / "pretrain" / "run" / "metrics.jsonl").exists()
     before = (tmp_path / "results.jsonl").read_text()
-    again = gpu("--short", "--out", str(tmp_path), "timers")
+    again = gpu("--short", "--out", str(tmp_path), "timers", code=0)
     assert "timers: already done" in again.stdout
     assert (tmp_path / "results.jsonl").read_text() == before
 
@@ -118,7 +110,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path, limit: 
 @pytest.mark.quick
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     for options in (["nosuchpart"], ["--data", str(tmp_path)]):
-        assert gpu("--short", "--out", str(tmp_path / "out"), *options).returncode == 2
+        gpu("--short", "--out", str(tmp_path / "out"), *options, code=2)
     assert not (tmp_path / "out").exists()
 
 

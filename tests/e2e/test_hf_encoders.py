@@ -10,9 +10,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from tests.e2e.cli import bert_dp, refused
+from tests.e2e.cli import accepted, bert_dp, refused
 from tests.glue_fixture import write_two_tasks
-from tests.helpers import logged, read_json, read_lines
+from tests.helpers import logged, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS
 
 transformers = pytest.importorskip("transformers")
@@ -76,12 +76,6 @@ def write_table(path: Path) -> Path:
     return path
 
 
-def done(*arguments: str) -> str:
-    finished = bert_dp(*arguments, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
-
-
 def assert_predicts_as_transformers(exported: Path, lines: list[dict[str, Any]]) -> None:
     """Of the texts themselves, through transformers' tokenizer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
@@ -97,33 +91,38 @@ def assert_predicts_as_transformers(exported: Path, lines: list[dict[str, Any]])
 
 def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "Bert", bert_tokenizer(), max_length=9)
-    (tmp_path / "corpus.txt").write_text("\n".join(TEXTS))
+    write_files(tmp_path, {"corpus/part.txt": "\n".join(TEXTS)})
     config = tmp_path / "more.yaml"  # of docs/export.md, with other names
     page = (Path(__file__).parents[2] / "docs/export.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    named = block.replace("bert-base-uncased", str(folder)).replace("corpus/*", f"{tmp_path}/corpus.txt")
+    named = block.replace("bert-base-uncased", str(folder)).replace("corpus/*", f"{tmp_path}/corpus/*")
     config.write_text(f"{named}data.build: {{max_tokens_per_char: 0, held_out_fraction: 0.2}}\n")
     run, table = tmp_path / "run", write_table(tmp_path / "pairs.csv")
-    said = done("train", str(config), *SETTINGS, SHORT, "--nproc", "2", "--run-dir", str(run))
+    said = bert_dp("train", str(config), *SETTINGS, SHORT, "--nproc", "2", "--run-dir", str(run)).stdout
     assert "not loaded, because the model has no such tensors: " in said
     keys = [f"encoder.layer.{i}.attention.self.key.bias" for i in range(2)]
     init = read_json(run / "summary.json")["init_from"]
     assert (init["tensors"], init["dropped"]) == (init["of"], keys)
     assert logged(run, "step") == [1, 2, 3]
+    recipe = ("train", "continued", f"run.init_from=hf:{folder}", *SETTINGS, SHORT, "--dry-run")
+    accepted(*recipe, cwd=tmp_path)
+    accepted("export", "hf", str(run), "--out", str(tmp_path / "encoder"))
+    before, after = (read_json(place / "config.json") for place in (folder, tmp_path / "encoder"))
+    assert before["architectures"] == after["architectures"]
     tuned = tmp_path / "tuned"
     files = ["--train", str(table), "--dev", str(table)]
     options = [*SETTINGS, "optim.lr=2e-2"]
-    done("finetune", str(run), *options, *files, "--nproc", "2", "--run-dir", str(tuned))
+    bert_dp("finetune", str(run), *options, *files, "--nproc", "2", "--run-dir", str(tuned))
     out, predicted = tmp_path / "out", tmp_path / "predicted.jsonl"
-    done("predict", str(tuned), str(table), *COLUMNS, str(predicted))
-    done("export", "hf", str(tuned), "--out", str(out))
+    accepted("predict", str(tuned), str(table), *COLUMNS, str(predicted))
+    accepted("export", "hf", str(tuned), "--out", str(out))
     assert read_json(out / "config.json")["model_type"] == "bert"
     assert read_json(out / "config.json")["max_position_embeddings"] == 66
     assert_predicts_as_transformers(out, read_lines(predicted))
-    done("predict", str(out), str(table), *COLUMNS, str(tmp_path / "again.jsonl"))
+    accepted("predict", str(out), str(table), *COLUMNS, str(tmp_path / "again.jsonl"))
     for ours, theirs in zip(read_lines(predicted), read_lines(tmp_path / "again.jsonl"), strict=True):
         assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-4)
-    done("export", "check", str(out), "--run", str(tuned))
+    accepted("export", "check", str(out), "--run", str(tuned))
     assert "data.sequence_length: 67" in refused("train", str(config), *SETTINGS, "data.sequence_length=67")
     assert "model.num_layers: 3, but" in refused("train", str(config), *SETTINGS, "model.num_layers=3")
 
@@ -133,10 +132,10 @@ def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "roberta", "Roberta", roberta_tokenizer(), **settings)
     table, tuned, out = write_table(tmp_path / "pairs.csv"), tmp_path / "tuned", tmp_path / "out"
     options = [f"hf:{folder}", *SETTINGS, "optim.lr=2e-2", "--train", str(table), "--dev", str(table)]
-    done("finetune", *options, "--nproc", "1", "--run-dir", str(tuned))
+    bert_dp("finetune", *options, "--nproc", "1", "--run-dir", str(tuned))
     predicted = tmp_path / "predicted.jsonl"
-    done("predict", str(tuned), str(table), *COLUMNS, str(predicted))
-    done("export", "hf", str(tuned), "--out", str(out))
+    accepted("predict", str(tuned), str(table), *COLUMNS, str(predicted))
+    accepted("export", "hf", str(tuned), "--out", str(out))
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert_predicts_as_transformers(out, read_lines(predicted))
     errors = refused("finetune", *options, "parallel.tensor=2", "--nproc", "2")
@@ -148,7 +147,7 @@ def test_an_encoder_is_evaluated_on_glue(tmp_path: Path) -> None:
     folder, out = write_encoder(tmp_path / "bert", "Bert", bert_tokenizer()), tmp_path / "out"
     data = write_two_tasks(tmp_path / "glue")
     few = ["precision=fp32", "schedule.epochs=1", "--tasks=WNLI", "--seeds=1"]
-    done("eval", "glue", f"hf:{folder}", *few, f"--data={data}", f"--out={out}")
+    bert_dp("eval", "glue", f"hf:{folder}", *few, f"--data={data}", f"--out={out}")
     glue = read_json(out / "glue.json")
     ((trial,),) = [task["trials"] for task in glue["tasks"]]
     start = read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,15 +34,14 @@ from tests.e2e.cli import (
 )
 from tests.helpers import read_json
 
-TOOLS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            name != "torchrun" and importlib.util.find_spec(name) is None, reason=f"{name} is not installed"
-        ),
-    )
-    for name in LAUNCHERS
-]
+
+def tool(name: str, *more: str) -> Any:
+    """A launcher as a parameter, skipped where its package is not installed."""
+    lacks = name != "torchrun" and importlib.util.find_spec(name) is None
+    return pytest.param(name, *more, marks=pytest.mark.skipif(lacks, reason=f"{name} is not installed"))
+
+
+TOOLS = [tool(name) for name in LAUNCHERS]
 EAGER = ("schedule.steps=100000", "compile=off")
 
 

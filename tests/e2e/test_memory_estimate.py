@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import bf16_units
-from tests.e2e.cli import bert_dp
+from tests.e2e.cli import accepted, bert_dp
 from tests.helpers import read_json
 from tests.shards import write_shards
 
@@ -24,12 +24,11 @@ def test_a_dry_run_estimates_the_peak_memory_of_a_cpu_rank(
     tmp_path: Path, config: str, ranks: int, precision: str
 ) -> None:
     shards = write_shards(tmp_path / "shards", vocab_size=VOCABULARY[config], length=128, train=256)
-    settings = (f"data.path={shards}", "schedule.steps=3", "run.device=cpu", f"precision={precision}")
-    options = ("train", config, f"--nproc={ranks}", "--run-dir", str(tmp_path / "run"), *settings)
-    dry = bert_dp(*options, "compile=off", "--dry-run")
-    estimate = re.search(r"^memory  about ([\d.]+) GiB per rank", dry.stdout, re.MULTILINE)
-    assert estimate is not None, dry.stdout + dry.stderr
-    done = bert_dp(*options, "compile=off", timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = f"data.path={shards} schedule.steps=3 run.device=cpu compile=off precision={precision}"
+    run = ("train", config, *settings.split(), f"--nproc={ranks}", "--run-dir", str(tmp_path / "run"))
+    said = accepted(*run, "--dry-run")
+    estimate = re.search(r"^memory  about ([\d.]+) GiB per rank", said, re.MULTILINE)
+    assert estimate is not None, said
+    bert_dp(*run, timeout=600)
     peak_gib = read_json(tmp_path / "run" / "summary.json")["peak_memory_gib"]
     assert float(estimate[1]) == pytest.approx(peak_gib, rel=WITHIN)

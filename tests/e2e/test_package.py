@@ -14,15 +14,15 @@ from tests.helpers import read_json
 pytest.importorskip("hatchling", reason="builds the wheel without network")
 
 
+def pip(verb: str, *words: str) -> None:
+    options = "--no-deps --quiet --disable-pip-version-check".split()
+    subprocess.run([sys.executable, "-m", "pip", verb, *options, *words], check=True, timeout=120)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    options = "--no-deps --no-build-isolation --quiet --disable-pip-version-check".split()
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT)],
-        check=True,
-        timeout=120,
-    )
+    pip("wheel", "--no-build-isolation", "-w", str(folder), str(ROOT))
     (path,) = folder.glob("*.whl")
     return path
 
@@ -35,22 +35,7 @@ def test_a_wheel_trains_in_an_environment_that_has_nothing_else_of_ours(wheel: P
     (site / "dependencies.pth").write_text(
         "\n".join(path for path in sys.path if path.endswith("site-packages"))
     )
-    options = "--no-deps --no-index --quiet --disable-pip-version-check".split()
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            *options,
-            "--prefix",
-            str(venv),
-            "--ignore-installed",
-            wheel,
-        ],
-        check=True,
-        timeout=120,
-    )
+    pip("install", "--no-index", "--prefix", str(venv), "--ignore-installed", str(wheel))
     program = venv / "bin/bert-dp"
     program.write_text(f"#!{venv}/bin/python\n" + program.read_text().partition("\n")[2])
 

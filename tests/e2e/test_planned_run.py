@@ -8,7 +8,7 @@ import pytest
 
 from bert_dp.config import dump_config, find_config, load_config
 from launcher import results
-from tests.e2e.cli import TINY, bert_dp, here
+from tests.e2e.cli import TINY, accepted, bert_dp
 from tests.helpers import read_json
 from tests.unit.test_budget import own_fit
 
@@ -21,20 +21,15 @@ def test_a_planned_run_shows_measured_beside_predicted(tmp_path: Path, shards: P
     (tmp_path / "tiny.yaml").write_text(dump_config(load_config(find_config("quickstart"), settings)))
     results.write(tmp_path / "frontier.json", own_fit())
     one = ("--nproc", "1", "--run-dir")
-    first = bert_dp("train", "tiny.yaml", *one, "first", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "predicted" not in first.stdout
+    assert "predicted" not in bert_dp("train", "tiny.yaml", *one, "first", cwd=tmp_path).stdout
     plan = "plan --from first --config tiny.yaml --keep-model --frontier frontier.json --precision fp32"
     costs = ("--hours", str(HOURS), "--price", "3", "--watts", "10")
-    planned = here(*plan.split(), *costs, "--json", cwd=tmp_path)
-    assert planned.returncode == 0, planned.stderr
-    figures = json.loads(planned.stdout)["figures"]
+    figures = json.loads(accepted(*plan.split(), *costs, "--json", cwd=tmp_path))["figures"]
     rate = read_json(tmp_path / "first" / "summary.json")["tokens_per_s"]
     assert figures["tokens"]["value"] == pytest.approx(rate * 3600 * HOURS)
     assert figures["tokens"]["origin"] == "measured"
 
     done = bert_dp("train", "planned.yaml", *one, "second", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
     kept = load_config(tmp_path / "second" / "config.yaml").prediction
     assert kept["tokens"].value == figures["tokens"]["value"]
     assert kept["loss"].ci95[0] < kept["loss"].value < kept["loss"].ci95[1]

@@ -12,26 +12,13 @@ import pytest
 from bert_dp.config import shipped_configs
 from tests.e2e.cli import TINY, here
 from tests.glue_fixture import write_two_tasks
+from tests.helpers import write_files
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    "training",
-    "evaluating",
-    "finetuning",
-    "export",
-    "data",
-    "definitions",
-    "engines",
-    "scaling",
-    "tuning",
-    "planning",
-    "failures",
-    "python",
-    "files",
-    "benchmarks",
-    "logging",
-    "cluster",
-)
+    "training evaluating finetuning export data definitions engines scaling tuning planning failures python "
+    "files benchmarks logging cluster"
+).split()
 # pages whose commands other tests run, or that have none
 OTHER_PAGES = [
     str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in PAGES
@@ -68,6 +55,14 @@ WORDS = (
 ).split()
 
 
+def write_corpus(folder: Path) -> None:
+    lines = (
+        " ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 60)) + f" number {i}"
+        for i in range(1, 600)
+    )
+    write_files(folder, {"corpus/part.txt": "\n".join(lines)})
+
+
 def smaller(command: str, folder: Path) -> list[str]:
     """The command's arguments at tiny size: its globs expanded, its budget a few steps."""
     words = shlex.split(command)[1:]
@@ -98,12 +93,7 @@ def stand_in(arguments: list[str], folder: Path) -> None:
 
 
 def test_commands_run_in_order(tmp_path: Path) -> None:
-    (tmp_path / "corpus").mkdir()
-    text = "\n".join(
-        " ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 60)) + f" number {i}"
-        for i in range(1, 600)
-    )
-    (tmp_path / "corpus" / "part.txt").write_text(text)
+    write_corpus(tmp_path)
     write_two_tasks(tmp_path / "glue")
     for name in ("train", "dev"):
         rows = [f"the {WORDS[i]},{('sea', 'land')[i % 2]}" for i in range(20)]

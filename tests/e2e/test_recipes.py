@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import load_config, shipped_configs
-from tests.e2e.cli import TINY, bert_dp, start, step_reached, wait_for
-from tests.e2e.test_hf_encoders import SETTINGS, bert_tokenizer, write_encoder
-from tests.e2e.test_readme import ROOT, WORDS
+from tests.e2e.cli import TINY, accepted, bert_dp, start, step_reached, wait_for
+from tests.e2e.test_readme import ROOT, WORDS, write_corpus
 from tests.helpers import read_json
 
 SMALL = [item for item in TINY if not item.startswith("schedule.")]  # each verb here has a budget of its own
@@ -20,7 +19,7 @@ MORE = {
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.max_tokens_per_char=0"],
     "train": [*SMALL, "model.vocab_size=400", "schedule.hours=null", "schedule.steps=4"],
     "finetune": ["schedule.epochs=1"],
-    "scale": [*SMALL, "model.vocab_size=400", *"--steps 2 --warm-up 1 --repeats 1 --accumulation 2".split()],
+    "scale": [*SMALL, "model.vocab_size=400", "--accumulation", "2", "--dry-run"],  # test_scale.py runs it
     "tune batch": [
         *SMALL,
         *("model.vocab_size=400", "batch.micro_size=auto", "schedule.hours=null", "schedule.steps=8"),
@@ -33,11 +32,7 @@ SIZES = {"1,2,4,8": "1,2", "8": "2", "10m": "30s", "2h": "2m"}  # two ranks and 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A corpus, labelled texts and texts to label."""
-    (tmp_path / "corpus").mkdir()
-    lines = [
-        " ".join(WORDS[i * j % len(WORDS)] for j in range(1, 60)) + f" number {i}" for i in range(1, 300)
-    ]
-    (tmp_path / "corpus/part.txt").write_text("\n".join(lines))
+    write_corpus(tmp_path)
     rows = [f"the {WORDS[i % len(WORDS)]} {i},{('sea', 'land')[i % 2]}" for i in range(60)]
     (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]))
     (tmp_path / "new.csv").write_text("text\nthe old ship\n")
@@ -61,11 +56,8 @@ def commands(page: str) -> list[list[str]]:
 
 def run(folder: Path, words: list[str]) -> None:
     globs = [sorted(map(str, folder.glob(word))) if "*" in word else [word] for word in words]
-    done = bert_dp(*(word for group in globs for word in group), cwd=folder, timeout=400, **cache(folder))
-    # doctor says 1 where this machine has a fault
-    assert done.returncode in ((0, 1) if words == ["doctor"] else (0,)), (
-        f"{words}\n{done.stdout}\n{done.stderr}"
-    )
+    verb = bert_dp if words[0] in ("train", "finetune", "tune") else accepted
+    verb(*(word for group in globs for word in group), cwd=folder, **cache(folder))
 
 
 def cache(folder: Path) -> dict[str, str]:
@@ -78,23 +70,17 @@ def test_own_text_becomes_a_classifier_of_transformers(folder: Path) -> None:
         run(folder, words)
     assert read_json(folder / "runs/classifier/seed-2/summary.json")["status"] == "done"
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-text.md").read_text(), re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", block],
-        cwd=folder,
-        check=True,
-        timeout=180,
-        text=True,
-        capture_output=True,
-    )
+    code = [sys.executable, "-P", "-c", block]
+    done = subprocess.run(code, cwd=folder, check=True, timeout=180, text=True, capture_output=True)
     assert re.search(r"'label': '(sea|land)'", done.stdout)
 
 
 def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path) -> None:
     shards = ["data", "build", "corpus/*.txt", "--out", "shards", *MORE["data build"]]
     *before, train = [shards, *commands("one-node")]
+    before.remove(["doctor"])  # test_readme.py runs it
     for words in before:
         run(folder, words)
-    assert read_json(folder / "scaling/scaling.json")["cells"]
     train = [*train, "schedule.steps=400", "checkpoint.every_steps=5"]
     directory = folder / "runs/node"
     process = start(*train, cwd=folder, **cache(folder))
@@ -105,16 +91,6 @@ def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path)
     summary = read_json(directory / "summary.json")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 400, 2)
     assert summary["since_step"] >= 5, "it went on from a checkpoint"
-
-
-def test_continued_pretraining_begins_with_an_encoder_and_goes_back(folder: Path) -> None:
-    write_encoder(folder / "public", "Bert", bert_tokenizer())
-    words = ["run.init_from=hf:public", *SETTINGS, "data.sequence_length=32", "--nproc", "2"]
-    run(folder, ["train", "continued", *words, "--run-dir", "runs/continued"])
-    assert read_json(folder / "runs/continued/summary.json")["heldout_loss"] > 0
-    run(folder, ["export", "hf", "runs/continued", "--out", "encoder"])
-    names = [read_json(folder / name / "config.json")["architectures"] for name in ("public", "encoder")]
-    assert names[0] == names[1]
 
 
 @pytest.mark.quick

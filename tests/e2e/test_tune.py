@@ -11,7 +11,7 @@ import pytest
 from bert_dp.config import load_config
 from launcher.tune import batch, throughput
 from launcher.tune.throughput import BatchTrial
-from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
+from tests.e2e.cli import accepted, bert_dp, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
 from tests.helpers import read_json, read_lines
 
@@ -96,32 +96,33 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "AUTO_BUDGET_S", 5.0)
-    cache = tmp_path / "cache"
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     options = tiny(shards, "batch.micro_size=auto", "batch.global_size=2")
     run = ["train", "quickstart", *options, "--nproc", "2"]
-    said = refused(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
-    assert "none contains no checkpoint" in said
-    assert not cache.exists()
-    done = here(*run, "--run-dir", str(tmp_path / "a"), BERT_DP_CACHE=str(cache))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "batch.micro_size: auto = 1, measured just now" in done.stdout
+    assert "none contains no checkpoint" in refused(*run, "--resume", str(tmp_path / "none"))
+    assert not (tmp_path / "cache").exists()
+    said = accepted(*run, "--run-dir", str(tmp_path / "a"))
+    assert "batch.micro_size: auto = 1, measured just now" in said
     assert load_config(tmp_path / "a" / "config.yaml").batch.micro_size == 1
-    again = here(*run, "--dry-run", BERT_DP_CACHE=str(cache))
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "auto = 1, measured on" in again.stdout
-    assert "= micro 1 x " in again.stdout
+    again = accepted(*run, "--dry-run")
+    assert "auto = 1, measured on" in again
+    assert "= micro 1 x " in again
     assert "batch.micro_size: only `bert-dp train`" in refused("scale", "quickstart", *options, "--dry-run")
+
+
+def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) -> None:
+    """A rank of this model takes more than 0.2 GiB whatever its batch."""
+    assert "0.20 GiB" in bert_dp(*command(shards, tmp_path / "o", "--memory", "0.2"), code=1).stdout
+    result = read_json(tmp_path / "o" / "tune.json")
+    assert result["status"] == "failed"
+    assert result["choice"] is None
+    assert not (tmp_path / "o" / "tuned.yaml").exists()
 
 
 def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_path: Path) -> None:
     """Rank 1 of the first run that takes a fifth step; the memory trials take three."""
-    once = tmp_path / "once"
-    done = bert_dp(
-        *command(shards, tmp_path / "o", "--budget", "120s", "--set", "batch.global_size=4"),
-        timeout=300,
-        **broken("cuda_oom", rank=1, step=4, once=str(once)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    fault = broken("cuda_oom", rank=1, step=4, once=str(tmp_path / "once"))
+    bert_dp(*command(shards, tmp_path / "o", "--budget", "80s", "--set", "batch.global_size=4"), **fault)
     result = read_json(tmp_path / "o" / "tune.json")
     states = {size["micro_batch"]: size["status"] for size in result["sizes"]}
     lost = result["trials"][0]

@@ -18,36 +18,23 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
     return ["tune", "lr", "quickstart", *options, "--out", str(out), *more]
 
 
-def whole(out: Path) -> dict[str, float]:
-    """Trials that have ended by themselves, and were seen to -> when."""
-    ended = {}
-    for path in out.glob("trials/*/trial.json"):
-        summary = path.with_name("summary.json")
-        if summary.exists() and read_json(summary)["status"] == "done":
-            ended[path.parent.name] = summary.stat().st_mtime
-    return ended
-
-
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search that had a Ctrl-C in its second trial, was killed later, and then went to its end."""
     folder = tmp_path_factory.mktemp("tuning") / "out"
     search = command(shards, folder)
-    stopped = interrupted(search, folder, signal.SIGINT, lambda: whole(folder))
+    stopped = interrupted(search, folder, signal.SIGINT, lambda: trials_done(folder))
     assert stopped.returncode == 130
     assert "the same command resumes" in stopped.stdout
     partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (folder / "tuned.yaml").exists()
-    before = whole(folder)
-    killed = interrupted(search, folder, signal.SIGKILL, lambda: len(whole(folder)) >= len(before) + 2)
+    before = trials_done(folder)
+    killed = interrupted(search, folder, signal.SIGKILL, lambda: len(trials_done(folder)) >= len(before) + 2)
     assert killed.returncode == -signal.SIGKILL
-    before |= whole(folder)
-    done = bert_dp(*search, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trials already done" in done.stdout
-    after = whole(folder)
-    assert {name: after[name] for name in before} == before, "a whole trial was run again"
+    before |= trials_done(folder)
+    assert "trials already done" in bert_dp(*search).stdout
+    assert before.items() <= trials_done(folder).items(), "a whole trial was run again"
     return folder
 
 
@@ -91,10 +78,9 @@ def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) 
     worker = read_json(out / "trials" / best["name"] / "environment.json")["worker"]
     os.sched_setaffinity(0, sorted(mine)[: worker["threads_per_rank"]])  # other threads round otherwise
     try:
-        done = bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
+        bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
     finally:
         os.sched_setaffinity(0, mine)
-    assert done.returncode == 0, done.stdout + done.stderr
     rates = logged(run, "lr")
     assert len(rates) == STEPS
     assert max(rates) == pytest.approx(choice["lr"], rel=0.1)

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,14 @@ from launcher import job
 from tests.e2e.cli import command, go_on, tiny, train
 from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
-from tests.helpers import logged, read_json
-from tests.parity.runs import installed, parallel, settings, state, train_runs, write_run
+from tests.helpers import logged
+from tests.parity.runs import installed, parallel, settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
 from tests.states import FACTS
 from tests.wrapped_task import PoisonedTask
 
 ROOT = Path(__file__).parents[2]
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    data: dict[str, Any] = read_json(run_dir / "summary.json")
-    return data
 
 
 def steps_kept(folder: Path) -> list[int]:
@@ -49,34 +44,29 @@ def steps_kept(folder: Path) -> list[int]:
 # --- row 9
 
 
-class Killer:
-    """`tests.faults.killed_saver` at work."""
+Kill = Callable[..., dict[str, Any]]
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.killed_saver"],
-            cwd=ROOT,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
 
-    def kill(self, folder: Path, **order: Any) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps({"folder": str(folder), **order}) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+@pytest.fixture(scope="module")
+def kill() -> Iterator[Kill]:
+    """Orders to `tests.faults.killed_saver`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.killed_saver"],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+    def order(folder: Path, **what: Any) -> dict[str, Any]:
+        process.stdin.write(json.dumps({"folder": str(folder), **what}) + "\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
         return answer
 
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
-
-
-@pytest.fixture
-def killer() -> Iterator[Killer]:
-    one = Killer()
-    yield one
-    one.close()
+    yield order
+    process.communicate(timeout=60)
 
 
 def same(a: State, b: State) -> bool:
@@ -96,15 +86,15 @@ def newest(folder: Path, ended: dict[str, Any]) -> int:
     return facts.step
 
 
-def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, killer: Killer) -> None:
+def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, kill: Kill) -> None:
     start = time.monotonic()
-    killer.kill(tmp_path, saves=5)
+    kill(tmp_path, saves=5)
     pace = (time.monotonic() - start) / 5
     loaded = 5
     lost = 0
     for number in rounds(10, 200):
         after_s = random.Random(number).uniform(0.0, 4 * pace)
-        ended = killer.kill(tmp_path, saves=1000, after_s=after_s)
+        ended = kill(tmp_path, saves=1000, after_s=after_s)
         assert ended["killed"]
         if not ended["begun"]:  # killed before its first save
             ended = {**ended, "begun": loaded, "done": loaded}
@@ -115,13 +105,13 @@ def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, killer: Kille
     assert lost <= len(rounds(10, 200)), "at most one in each round"
 
 
-def test_row_09_killed_between_any_two_changes_of_the_disk(tmp_path: Path, killer: Killer) -> None:
+def test_row_09_killed_between_any_two_changes_of_the_disk(tmp_path: Path, kill: Kill) -> None:
     """Every write, fsync, rename and removal of a save that also prunes, in the folder that the last left."""
-    killer.kill(tmp_path, saves=2)
+    kill(tmp_path, saves=2)
     loaded, event = 2, 0
     outcomes = set()
     while True:
-        ended = killer.kill(tmp_path, saves=1, event=event)
+        ended = kill(tmp_path, saves=1, event=event)
         now = newest(tmp_path, {**ended, "done": max(ended["done"], loaded)})
         outcomes.add(now - loaded)
         loaded = now
@@ -133,22 +123,23 @@ def test_row_09_killed_between_any_two_changes_of_the_disk(tmp_path: Path, kille
     assert outcomes == {0, 1}, "some kills come before the rename, some after it"
 
 
-def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, killer: Killer) -> None:
+def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, kill: Kill) -> None:
     """Every fsync takes 0.1 s longer."""
-    killer.kill(tmp_path, saves=2)
+    kill(tmp_path, saves=2)
     loaded = 2
     for number in rounds(3, 40):
         after_s = random.Random(number).uniform(0.0, 2.0)
-        ended = killer.kill(tmp_path, saves=1000, after_s=after_s, fsync_s=0.1)
+        ended = kill(tmp_path, saves=1000, after_s=after_s, fsync_s=0.1)
         loaded = newest(tmp_path, {**ended, "done": max(ended["done"], loaded)}) if ended["begun"] else loaded
         observe(9, variant="b", killed_after_s=after_s, loaded=loaded)
 
 
-def test_row_09_a_run_killed_in_a_save_goes_on_from_the_one_before(run_dir: Path, shards: Path) -> None:
+def test_row_09_and_10_a_run_goes_on_from_the_checkpoint_before_a_killed_save_and_a_damaged_one(
+    run_dir: Path, shards: Path
+) -> None:
     settings = ("schedule.steps=8", "checkpoint.every_steps=2")
-    killed = train(
-        shards, run_dir, *settings, nproc=1, code=1, **broken("kill", rank=0, place="save", step=5)
-    )
+    fault = broken("kill", rank=0, place="save", step=5)
+    killed = train(shards, run_dir, *settings, nproc=1, code=1, **fault)
     assert "signal 9" in killed.stdout
     assert checkpoint.newest_valid(run_dir / "checkpoints")[0] == run_dir / "checkpoints" / "step-00000004"
     again = train(shards, run_dir, *settings, nproc=1)
@@ -156,6 +147,11 @@ def test_row_09_a_run_killed_in_a_save_goes_on_from_the_one_before(run_dir: Path
     assert logged(run_dir, "step") == list(range(1, 9))
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert left == {"step-00000006", "step-00000008"}
+    damage(run_dir / "checkpoints" / "step-00000008" / "optimizer.safetensors", random.Random(0))
+    again = go_on(run_dir, "schedule.steps=10")
+    assert "checkpoint skipped" in again.stdout
+    assert "step-00000008/optimizer.safetensors" in again.stdout
+    assert "resuming from step-00000006" in again.stdout
 
 
 # --- row 10
@@ -205,15 +201,6 @@ def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None
             changed[place] ^= 1 << (bit + place) % 8
             file.write_bytes(changed)
             assert checkpoint.check(path) is not None, (place, bit, bytes(changed))
-
-
-def test_row_10_a_run_says_what_it_passes_over(run_dir: Path, shards: Path) -> None:
-    train(shards, run_dir, "checkpoint.every_steps=2", "schedule.steps=4", nproc=1)
-    damage(run_dir / "checkpoints" / "step-00000004" / "optimizer.safetensors", random.Random(0))
-    again = go_on(run_dir, "schedule.steps=6")
-    assert "checkpoint skipped" in again.stdout
-    assert "step-00000004/optimizer.safetensors" in again.stdout
-    assert "resuming from step-00000002" in again.stdout
 
 
 # --- row 11

@@ -1,6 +1,5 @@
 """Rows 1 to 3 and 20: a rank that raises, is killed, crashes, or finds no memory."""
 
-import importlib.util
 import random
 import re
 import threading
@@ -12,9 +11,10 @@ import pytest
 
 from bert_dp import files
 from launcher.run import processes
-from launcher.run.starters import LAUNCHERS, RankStart
+from launcher.run.starters import RankStart
 from launcher.watch.failure import MemoryWatch, card
 from tests.e2e.cli import members, train, write_config
+from tests.e2e.test_launchers import TOOLS, tool
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, write_files
 
@@ -70,14 +70,8 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     return {"first": first, "said": said[start:], **facts}
 
 
-def installed(launcher: str) -> None:
-    if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
-        pytest.skip(f"{launcher} is not installed")
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", TOOLS)
 def test_row_01_the_rank_that_raises_is_named(tmp_path: Path, shards: Path, launcher: str) -> None:
-    installed(launcher)
     for number in rounds(1, 100 if launcher == "torchrun" else 10):
         facts = fail(tmp_path, shards, "raise", number, launcher)
         assert facts["message"].endswith("ValueError: injected by a test")
@@ -88,9 +82,8 @@ def test_row_01_the_rank_that_raises_is_named(tmp_path: Path, shards: Path, laun
 
 
 # accelerate starts ranks by torchrun's code, in its own process
-@pytest.mark.parametrize("launcher", LAUNCHERS if FULL else ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", TOOLS if FULL else TOOLS[::2])
 def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: str) -> None:
-    installed(launcher)
     for number in rounds(1, 20):
         facts = fail(tmp_path, shards, "kill", number, launcher)
         assert facts["message"].endswith("killed by signal 9 (SIGKILL)")
@@ -136,16 +129,15 @@ def test_row_02_a_kill_for_want_of_memory(
 @pytest.mark.parametrize(
     ("launcher", "what", "name"),
     [
-        ("torchrun", "segv", "11 (SIGSEGV)"),
-        ("accelerate", "ill", "4 (SIGILL)"),
-        ("deepspeed", "abort", "6 (SIGABRT)"),
-        ("torchrun", "bus", "7 (SIGBUS)"),
+        tool("torchrun", "segv", "11 (SIGSEGV)"),
+        tool("accelerate", "ill", "4 (SIGILL)"),
+        tool("deepspeed", "abort", "6 (SIGABRT)"),
+        tool("torchrun", "bus", "7 (SIGBUS)"),
     ][: len(rounds(3, 4))],
 )
 def test_row_03_crashes_show_a_stack(
     tmp_path: Path, shards: Path, launcher: str, what: str, name: str
 ) -> None:
-    installed(launcher)
     for number in rounds(1, 20):
         facts = fail(tmp_path, shards, what, number, launcher)
         assert facts["message"].endswith(f"killed by signal {name}")

@@ -82,10 +82,9 @@ def test_row_07_a_hung_rank_is_named_and_the_run_ended(tmp_path: Path, shards: P
 
 
 @pytest.mark.skipif(not FULL, reason="the short form hangs in a step alone")
-@pytest.mark.parametrize("place", ["eval"])
-def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path, place: str) -> None:
+def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path) -> None:
     for rank in (0, 1):
-        hang_once(tmp_path, shards, "sleep", rank, 2, place)
+        hang_once(tmp_path, shards, "sleep", rank, 2, "eval")
 
 
 def test_row_07_a_pause_is_reported_and_its_end_too(run_dir: Path, shards: Path) -> None:

@@ -1,6 +1,7 @@
 """Rows 21 to 24: damaged data, hostile files, secrets, and who can reach a run from outside."""
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +22,42 @@ from safetensors.torch import load_file, save_file
 
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.data.readers import file_hash
-from launcher.run.starters import LAUNCHERS
-from tests.e2e.cli import begin, bert_dp, go_on, members, step_reached, tiny, train, wait_for
+from launcher.machine import doctor
+from launcher.run import trials
+from tests.e2e.cli import (
+    accepted,
+    begin,
+    bert_dp,
+    go_on,
+    here,
+    members,
+    refused,
+    step_reached,
+    tiny,
+    train,
+    train_command,
+    wait_for,
+)
 from tests.e2e.test_launchers import TOOLS, with_site
 from tests.faults.harness import observe, rounds
-from tests.helpers import logged, read_json
+from tests.helpers import logged, read_json, write_files
 from tests.shards import write_shards
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of 2 steps; copy it before changing anything."""
+def told_secrets(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, str]:
+    """A run of 2 steps in an environment with secrets, and what it printed."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    train(shards, run_dir, nproc=1)
-    return run_dir
+    run_dir.mkdir(mode=0o700)
+    (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
+    done = train(shards, run_dir, nproc=1, **SECRETS, **ORDINARY)
+    return run_dir, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(told_secrets: tuple[Path, str]) -> Path:
+    """A run of 2 steps; copy it before changing anything."""
+    return told_secrets[0]
 
 
 # --- row 21
@@ -68,16 +92,15 @@ def test_row_21_changed_data_are_refused_before_step_0_with_both_hashes(tmp_path
         assert after in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
         assert not (tmp_path / f"run-{number}" / "metrics.jsonl").exists()
-        inspected = bert_dp("data", "inspect", str(directory))
-        assert inspected.returncode != 0, inspected.stdout
+        assert here("data", "inspect", str(directory)).returncode != 0
 
 
 def test_row_21_a_run_does_not_go_on_with_other_data(tmp_path: Path, shards: Path, finished: Path) -> None:
     run_dir = shutil.copytree(finished, tmp_path / "run")
     other = write_shards(tmp_path / "other", seed=1)
     hashes = [read_json(d / "manifest.json")["hash"][:16] for d in (shards, other)]
-    done = train(other, run_dir, "schedule.steps=4", code=2)
-    assert all(value in done.stderr for value in hashes), done.stderr
+    said = refused(*train_command(other, run_dir, "schedule.steps=4"))
+    assert all(value in said for value in hashes), said
 
 
 # --- row 22
@@ -153,17 +176,52 @@ def test_row_22_yaml_that_would_run_a_command_is_refused(tmp_path: Path, shards:
         ["train", "--run-dir", str(stored)],
     ]
     for command in commands:
-        done = bert_dp(*command, cwd=tmp_path)
-        assert done.returncode == 2, done.stdout
-        assert "Traceback" not in done.stderr
-    assert bert_dp("report", str(stored)).returncode == 0
-    worker = subprocess.run(
-        [sys.executable, "-m", "bert_dp.worker", str(stored / "config.yaml")],
-        capture_output=True,
-        check=False,
-    )
-    assert worker.returncode == 2
+        refused(*command, cwd=tmp_path)
+    accepted("report", str(stored))
+    worker = [sys.executable, "-m", "bert_dp.worker", str(stored / "config.yaml")]
+    assert subprocess.run(worker, capture_output=True, check=False).returncode == 2
     assert not canary.exists()
+
+
+# --- what lies in the current folder is data, never code
+
+MODULES = ("random", "json", "numpy", "psutil", "tokenizers", "torch", "safetensors", "yaml")
+PACKAGES = ("launcher", "bert_dp", "accelerate", "deepspeed")
+CODE = "open({marker!r}, 'a').write(__name__ + ' ')\nraise ImportError('a file of the current folder')\n"
+
+Executed = Callable[[], str]
+
+
+@pytest.fixture
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
+    """The current folder is full of modules that note their import; this gives those that were imported."""
+    folder, marker = tmp_path / "here", tmp_path / "executed"
+    names = [*(f"{name}.py" for name in MODULES), *(f"{name}/__init__.py" for name in PACKAGES)]
+    write_files(folder, dict.fromkeys(names, CODE.format(marker=str(marker))))
+    monkeypatch.chdir(folder)
+    return lambda: marker.read_text() if marker.exists() else ""
+
+
+def test_doctor_the_data_room_and_what_scale_starts_import_nothing_from_there(
+    tmp_path: Path, executed: Executed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine has the time that doctor's all-reduce needs."""
+    monkeypatch.setattr(doctor, "all_reduce", functools.partial(doctor.all_reduce, 300.0))
+    found = here("doctor", "--run-dir", str(tmp_path))
+    assert executed() == ""
+    assert found.returncode in (0, 1), found.stderr
+    assert "all-reduce: 2 gloo ranks" in found.stdout
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"one line of words, number {i}\n" for i in range(2000)))
+    options = "--vocab-size 64 --sequence-length 16 --processes 2 data.build.max_tokens_per_char=0".split()
+    options += ["data.build.held_out_fraction=0.2"]
+    done = here("data", "build", str(text), "--out", str(tmp_path / "out"), *options)
+    assert executed() == ""
+    assert done.returncode == 0, done.stdout + done.stderr
+    with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, log=print) as runs:
+        (line,) = runs.helper("bert_dp.measure.disk", [str(tmp_path)])
+    assert executed() == ""
+    assert line["bytes"] > 0
 
 
 # --- row 23
@@ -202,11 +260,9 @@ def leaks(run_dir: Path) -> list[str]:
     return leaked
 
 
-def test_row_23_no_file_of_a_run_holds_a_secret(run_dir: Path, shards: Path) -> None:
+def test_row_23_no_file_of_a_run_holds_a_secret(told_secrets: tuple[Path, str]) -> None:
     """Nor does a word that is called one change what the run says of itself, nor is a file of the user's."""
-    run_dir.mkdir(mode=0o700)
-    (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
-    done = train(shards, run_dir, nproc=1, **SECRETS, **ORDINARY)
+    run_dir, said = told_secrets
     assert leaks(run_dir) == [".env: HF_TOKEN"]
     summary = read_json(run_dir / "summary.json")
     assert (summary["status"], summary["exit_code"]) == ("done", 0)
@@ -214,7 +270,7 @@ def test_row_23_no_file_of_a_run_holds_a_secret(run_dir: Path, shards: Path) -> 
     for name in ("summary.json", "environment.json", "report.html"):
         assert "redacted" not in (run_dir / name).read_text()
     assert run_dir.stat().st_mode & 0o777 == 0o700
-    assert not [v for v in SECRETS.values() if v in done.stdout + done.stderr]
+    assert not [value for value in SECRETS.values() if value in said]
 
 
 def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: Path, shards: Path) -> None:
@@ -227,24 +283,23 @@ def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: 
     assert "401 for" in done.stdout
     assert not [v for v in SECRETS.values() if v in done.stdout + done.stderr]
     assert leaks(run_dir) == []
-    assert bert_dp("report", str(run_dir)).returncode == 0
+    bert_dp("report", str(run_dir))
     assert leaks(run_dir) == []
 
 
 def test_row_23_a_setting_that_holds_one_is_refused(tmp_path: Path, shards: Path) -> None:
     place = write_shards(tmp_path / SECRETS["HF_TOKEN"])
-    done = train(place, tmp_path / "run", code=2, **SECRETS)
-    assert done.stderr.startswith("error: data.path: ")
-    assert "HF_TOKEN" in done.stderr
-    assert SECRETS["HF_TOKEN"] not in done.stderr
+    said = refused(*train_command(place, tmp_path / "run"), **SECRETS)
+    assert said.startswith("error: data.path: ")
+    assert "HF_TOKEN" in said
+    assert SECRETS["HF_TOKEN"] not in said
     assert not (tmp_path / "run").exists()
 
 
 def test_row_23_no_other_user_can_write_a_run_directory(tmp_path: Path, shards: Path, finished: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    refused = train(shards, tmp_path / "open", code=2)
-    assert "is writable by every user" in refused.stderr
+    assert "is writable by every user" in refused(*train_command(shards, tmp_path / "open"))
     assert not list((tmp_path / "open").iterdir())
     standing = shutil.copytree(finished, tmp_path / "run")
     standing.chmod(0o777)
@@ -268,9 +323,11 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
-def test_row_24_only_loopback_and_a_stopped_run_goes_on(tmp_path: Path, shards: Path, launcher: str) -> None:
-    """From the first process to the third step, looked at 20 times a second; then SIGTERM."""
-    assert launcher in LAUNCHERS
+def test_row_24_only_loopback_and_a_stopped_run_goes_on(
+    tmp_path: Path, shards: Path, executed: Executed, launcher: str
+) -> None:
+    """From the first process to the third step, looked at 20 times a second; then SIGTERM. The current
+    folder is full of modules, none of which is imported."""
     run_dir, options = tmp_path / "a run", ("--launcher", launcher)
     process = begin(shards, run_dir, "schedule.steps=100000", "compile=off", options=options)
     seen: set[tuple[str, int]] = set()
@@ -301,3 +358,4 @@ def test_row_24_only_loopback_and_a_stopped_run_goes_on(tmp_path: Path, shards: 
     assert read_json(run_dir / "summary.json")["status"] == "done"
     assert read_json(run_dir / "environment.json")["launcher"] == launcher
     assert (run_dir / "logs" / "rank-1.log").exists()
+    assert executed() == ""

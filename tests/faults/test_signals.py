@@ -15,6 +15,7 @@ from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 
 ENDLESS = ("schedule.steps=100000", "checkpoint.every_steps=5", "compile=off")
+LOGGED = (*ENDLESS, "log.to=[tensorboard]")  # by a child of the launcher
 
 
 def scratch_of(process: psutil.Process) -> list[Path]:
@@ -36,10 +37,11 @@ def test_row_04_a_killed_launcher_leaves_nothing(
     """Nor does a stopped rank, which cannot see that its launcher is gone, nor torchrun, which waits."""
     for number in rounds(1, full):
         run_dir = tmp_path / f"run-{number}"
-        process = begin(shards, run_dir, *ENDLESS)
+        process = begin(shards, run_dir, *LOGGED)
         wait_for(step_reached(run_dir, 2 + number % 5))
         assert len(members(run_dir)) == 3  # torchrun and two ranks
         family = psutil.Process(process.pid).children(recursive=True)
+        assert any("launcher.run.loggers" in member.cmdline() for member in family)
         scratch = {path for path in scratch_of(psutil.Process(process.pid)) if path.exists()}
         assert len(scratch) == 1
         if is_stopped:

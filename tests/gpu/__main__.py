@@ -53,6 +53,10 @@ class Part:
     """Runs in the short form also where it is not named."""
 
 
+def step(limit_s: float, *, in_short: bool = True, **options: Any) -> Part:
+    return Part(functools.partial(gpu.step, **options), limit_s, in_short=in_short)
+
+
 check = functools.partial(Part, side_by_side=True)
 PARTS: dict[str, Part] = {
     "machine": Part(gpu.machine, least_s=20),
@@ -69,28 +73,18 @@ PARTS: dict[str, Part] = {
     "deepspeed": check(checks.deepspeed),
     "compile": check(gpu.compile_kernels),
     "rates": Part(gpu.rates, 90, 20),
-    "step": Part(functools.partial(gpu.step, variants=",".join((*gpu.VARIANTS, "matmul:eager"))), 240),
-    "bert": Part(
-        functools.partial(gpu.step, variants="ours:regions,bert:whole", micro=128), 120, in_short=False
-    ),
+    "step": step(240, variants=",".join((*gpu.VARIANTS, "matmul:eager"))),
+    "bert": step(120, variants="ours:regions,bert:whole", micro=128, in_short=False),
     "profile": Part(gpu.profile, 110, 40),
     "pretrain": Part(gpu.pretrain, 330, 95),
     "timers": Part(checks.timers, 60, 30),
     "tune": Part(gpu.tune, 260, 110),
-    "micro-512": Part(
-        functools.partial(
-            gpu.step, variants="ours:regions,ours:narrow,matmul:eager", micro=512, accumulation=2
-        ),
-        120,
-        in_short=False,
+    "micro-512": step(
+        120, variants="ours:regions,ours:narrow,matmul:eager", micro=512, accumulation=2, in_short=False
     ),
     "optimizers": Part(gpu.optimizers, 60, 20),
-    "length-512": Part(
-        functools.partial(
-            gpu.step, variants="ours:regions,modernbert:whole,matmul:eager", micro=32, sequence=512
-        ),
-        240,
-        in_short=False,
+    "length-512": step(
+        240, variants="ours:regions,modernbert:whole,matmul:eager", micro=32, sequence=512, in_short=False
     ),
     "tune-512": Part(functools.partial(gpu.tune, length=512), 260, 110, in_short=False),
     "scale": Part(gpu.scale, 900, 200),

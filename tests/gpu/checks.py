@@ -305,15 +305,8 @@ def cards(place: Place) -> Found:
     for what, kind in (("cuda_oom", "device_memory"), ("sleep", "hang")):
         run_dir = place.folder / what
         limits = "run.hang_after_s=20 run.end_hung_after_s=1" if what == "sleep" else ""
-        done = train(
-            shards,
-            run_dir,
-            f"schedule.steps=100000 {limits}",
-            nproc=place.devices,
-            code=None,
-            timeout=200,
-            **broken(what, rank=last),
-        )
+        endless, fault = f"schedule.steps=100000 {limits}", broken(what, rank=last)
+        done = train(shards, run_dir, endless, nproc=place.devices, code=None, timeout=200, **fault)
         summary = read_json(run_dir / "summary.json")
         if (done.returncode, summary["failure"]["kind"]) != (1, kind):
             problems.append(f"{what}: exit code {done.returncode}, {summary['failure']['kind']}, not {kind}")

@@ -12,7 +12,7 @@ from bert_dp.files import CONTROL, safe
 from launcher.cli import options, reports
 from launcher.log import logger, print_error, show
 from launcher.watch.display import readable
-from tests.e2e.cli import here
+from tests.e2e.cli import ended, here
 from tests.report_fixture import shown
 
 OSC = "\x1b]0;title\x07"
@@ -65,8 +65,7 @@ def test_hostile_names_reach_no_terminal(
     monkeypatch.chdir(tmp_path)
     Path("evil.yaml").write_text(json.dumps({f"model{EVIL}": 1, "optim": {"name": EVIL}}))
     Path("evil").mkdir()
-    done = here(*arguments)
-    assert done.returncode == 2
+    done = ended(here(*arguments), 2)
     assert not re.search(CONTROL, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
     assert done.stderr
