@@ -76,7 +76,7 @@ def make_grid(
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights)
-    named = {task.name: task for task in tasks}
+    named = {task.manifest.task: task for task in tasks}
     left_out = {"WNLI": "no WNLI/train.tsv in --data"}
     return GlueGrid(start, tuple(overrides), options, weights, base, "fp32", on_gpu, named, left_out)
 
@@ -132,7 +132,7 @@ class MadeRunner(WritingRunner):
 
     def write(self, trial: Trial) -> None:
         task = self.tasks[str(trial.config.data.path)]
-        found = self.surface(task.name, trial.config)
+        found = self.surface(task.manifest.task, trial.config)
         if isinstance(found, str):
             write_trial(trial, {}, **failed(found, "not_finite"))
         else:

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from bert_dp.config import (
     CheckpointConfig,
@@ -45,21 +45,11 @@ class GluePlanFile(PlanFile):
     start: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedTask:
+class PreparedTask(NamedTuple):
     """A task with examples prepared in `path`."""
 
     path: Path
     manifest: ExamplesManifest
-
-    @property
-    def name(self) -> str:
-        return self.manifest.task
-
-    @property
-    def share(self) -> float:
-        """Tokens per epoch; the time of a trial is proportional to them."""
-        return self.manifest.splits["train"].tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +185,7 @@ def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Tria
             "precision": grid.precision,
         }
     )
-    name = f"{task.name}-lr-{peak_lr(config).value}-s{seed}"
+    name = f"{task.manifest.task}-lr-{peak_lr(config).value}-s{seed}"
     return Trial(out / "trials" / name, config, grid.options.ranks)
 
 
@@ -240,21 +230,23 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
     # longest first, so that the devices finish together
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in grid.seeds for task in tasks]
-    progress = trials.Progress([task.share for _, task in planned], log, len(runner.slots))
-    task_of = {trial.name: task for trial, task in planned}
+    # the time of a trial is proportional to its tokens per epoch
+    shares = {trial.name: task.manifest.splits["train"].tokens for trial, task in planned}
+    manifests = {trial.name: task.manifest for trial, task in planned}
+    progress = trials.Progress([*shares.values()], log, len(runner.slots))
     done = {trial.name for trial, _ in planned if trials.earlier_outcome(trial) is not None}
     if done:
         log(f"resuming: {len(done)} of {len(planned)} trials already done")
     for trial, outcome in runner.run([trial for trial, _ in planned]):
-        task = task_of[trial.name]
-        result = glue_scores.read_trial(trial, outcome, task.manifest)
-        ended[task.name].append(result)
+        manifest, share = manifests[trial.name], shares[trial.name]
+        result = glue_scores.read_trial(trial, outcome, manifest)
+        ended[manifest.task].append(result)
         if trial.name in done:
-            progress.had(task.share)
+            progress.had(share)
         else:
             scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
             line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
-            progress.ended(task.share, outcome.seconds, line)
+            progress.ended(share, outcome.seconds, line)
 
 
 def result_file(

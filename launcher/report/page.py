@@ -58,14 +58,6 @@ class TableCell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a table."""
-
-    head: str
-    text: bool = False  # contains words: may be long, aligned left
-
-
-@dataclasses.dataclass(frozen=True)
 class TableRow:
     """A row of a table."""
 
@@ -80,7 +72,7 @@ class Table:
     """Rows with labels; without columns, a list of labels and values."""
 
     rows: Sequence[TableRow]
-    columns: Sequence[Column] = ()
+    columns: Sequence[str] = ()  # heads
     title: str = ""
     corner: str = ""  # head above the labels
     empty: str = "none"  # replaces a table without rows
@@ -319,10 +311,9 @@ def table(
     corner: str = "",
     empty: str = "none",
 ) -> Table:
-    """Return a table with a row per named part and a column per quantity; words are aligned left."""
+    """Return a table with a row per named part and a column per quantity."""
     named = [TableRow(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
-    heads = [Column(q.head, text=q.unit == "word") for q in quantities]
-    return Table(named, heads, title, corner, empty)
+    return Table(named, [q.head for q in quantities], title, corner, empty)
 
 
 # --- on the console
@@ -401,14 +392,14 @@ def _grid(table: Table, rows: Sequence[TableRow], columns: Sequence[int]) -> Ric
     from rich.text import Text
 
     grid = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    heads = [table.columns[i] for i in columns]
     grid.add_column(Text(safe(table.corner)), overflow="fold")
-    for head in heads:
-        side: Literal["left", "right"] = "left" if head.text else "right"
-        grid.add_column(Text(safe(head.head)), justify=side, overflow="fold", no_wrap=not head.text)
+    for i in columns:
+        # numbers are aligned right and stay whole
+        numeric = any(row.cells[i].text[:1] in "+-0123456789" for row in rows if row.cells[i].text)
+        side: Literal["left", "right"] = "right" if numeric else "left"
+        grid.add_column(Text(safe(table.columns[i])), justify=side, overflow="fold", no_wrap=numeric)
     for row in rows:
-        cells = [row.cells[i] for i in columns]
-        grid.add_row(Text(safe(row.label)), *(Text(safe(cell.text)) for cell in cells))
+        grid.add_row(Text(safe(row.label)), *(Text(safe(row.cells[i].text)) for i in columns))
     return grid
 
 

@@ -1,7 +1,9 @@
 """Report one run or compare several: outcome, and every number with its denominator."""
 
+import collections
 import contextlib
 import dataclasses
+import json
 import math
 import shlex
 import signal
@@ -14,10 +16,10 @@ from bert_dp.config import ConfigError, flat, native_issues, resolve
 from bert_dp.config.checks import Kind
 from bert_dp.config.errors import sha256
 from bert_dp.config.schema import CODE
+from bert_dp.cost import GIB
 from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, SequenceLosses, Summary
 from launcher import results, stats
-from launcher.report.classes import class_section
 from launcher.report.formats import (
     FORMATS,
     NA,
@@ -38,7 +40,6 @@ from launcher.report.formats import (
 from launcher.report.page import (
     Axis,
     Bars,
-    Column,
     Figure,
     Level,
     Line,
@@ -113,14 +114,8 @@ def score_name(name: str, heldout: HeldOut) -> str:
 
 
 MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
-SPLIT = {
-    "setup": "setup",
-    "compile": "compile",
-    **TRAIN_PARTS,
-    "other": "other",
-    "eval": "eval",
-    "save": "save",
-}
+SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
+SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
 """Parts of the wall time in order, with training replaced by its own parts."""
 
 
@@ -141,7 +136,7 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
         [
             *(_comparison(runs) if many else []),
             ReportSection("", _figures(runs), console=False),
-            *([] if many else class_section(runs[0].path, flat(runs[0].config).get("finetune.labels") or ())),
+            *([] if many else _classes(runs[0].path, flat(runs[0].config).get("finetune.labels") or ())),
             ReportSection("Numbers", tables=[_numbers(runs)], console=not many),
             *[
                 record(f"{title}: {name}" if name else title, content)
@@ -339,7 +334,7 @@ def _numbers(runs: Sequence[RunFiles]) -> Table:
             members = [column.get(label) for column in columns]
             cells = [row.cells[0] if row else TableCell("") for row in members]
             rows.append(TableRow(label, cells, topic, any(row.console for row in members if row)))
-    return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
+    return Table(rows, [run.name for run in runs] if len(runs) > 1 else ())
 
 
 def _outcome(run: RunFiles) -> list[TableRow]:
@@ -537,6 +532,40 @@ TOPICS = {
 }
 
 
+# --- classes of a finetuned run
+
+MAX_CLASSES = 50  # of a readable matrix
+
+
+def _classes(run_dir: Path, labels: Sequence[str]) -> list[ReportSection]:
+    """Return tables of the dev examples in predictions.jsonl; [] if they cannot be read."""
+    path, count = run_dir / files.PREDICTIONS, len(labels)
+    if not 2 <= count <= MAX_CLASSES or not path.is_file() or path.stat().st_size > GIB:
+        return []
+    seen: collections.Counter[tuple[int, int]] = collections.Counter()
+    try:
+        with path.open() as lines:
+            for line in map(json.loads, lines):
+                if line["split"].startswith("dev") and line["label"] is not None:
+                    logits = line["logits"]
+                    seen[int(line["label"]), max(range(count), key=logits.__getitem__)] += 1
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return []
+    scores, matrix = [], []
+    for i, name in enumerate(labels):
+        hits, real = seen[i, i], sum(seen[i, j] for j in range(count))
+        guessed = sum(seen[j, i] for j in range(count))
+        ratios = [hits / n if n else None for n in (guessed, real)]
+        f1 = 2 * hits / (guessed + real) if guessed + real else None
+        scores.append(TableRow(name, [*(cell(x, "decimals") for x in (*ratios, f1)), cell(real, "count")]))
+        matrix.append(TableRow(name, [cell(seen[i, j], "count") for j in range(count)]))
+    tables = [
+        Table(scores, ("precision", "recall", "f1", "examples"), "Dev examples by class", "class"),
+        Table(matrix, labels, "Confusion matrix", "label, by predicted class"),
+    ]
+    return [ReportSection("Classes", tables=tables, console=False)]
+
+
 # --- several runs
 
 
@@ -548,7 +577,7 @@ def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
         values = [str(setting.get(key, NA)) for setting in settings]
         if len(set(values)) > 1:
             rows.append(TableRow(key, [TableCell(text) for text in values]))
-    differences = Table(rows, [Column(run.name, text=True) for run in runs])
+    differences = Table(rows, [run.name for run in runs])
     notes = [APART] if len(groups) > 1 else []
     ranked = ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
     return [ReportSection("Settings that differ", tables=[differences]), ranked]
@@ -587,7 +616,7 @@ def _ranking(runs: Sequence[RunFiles]) -> Table:
         rows.append(TableRow(run.name, cells))
     scores = [score_name(name, best.heldout) for name in best.heldout.scores or {}]
     heads = ["held-out loss", "difference from the first", *scores, "tokens", "throughput"]
-    return Table(rows, [*map(Column, heads)], corner="run")
+    return Table(rows, heads, corner="run")
 
 
 def _difference(best: RunFiles, run: RunFiles) -> TableCell:

@@ -250,7 +250,7 @@ def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None
     report = compare_report([one, other, third, fourth])
     (table,) = report.sections[0].tables
     heads = ["majority", "a", "b", "c", "d", "b - a", "c - a", "d - a"]
-    assert [column.head for column in table.columns] == heads
+    assert table.columns == heads
     # +0.1, +0.2 and +0.05: mean 0.1167, deviation 0.0764, times 4.303 / sqrt(3)
     medians = ["60.0 (sd 8.2)", "75.0 (sd 8.7)", "25.0", "n/a"]
     expected = ["40.0", *medians, "+11.7 \u00b1 19.0", "-35.0", "n/a"]

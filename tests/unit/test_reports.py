@@ -21,7 +21,6 @@ from launcher.report.figures import HOVER, drawing
 from launcher.report.page import (
     Axis,
     Bars,
-    Column,
     Figure,
     Line,
     Report,
@@ -214,7 +213,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
 def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None:
     heads = [f"a long head {i}" for i in range(6)]
     rows = [TableRow(name, [TableCell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
-    table = Table(rows, [Column(head) for head in heads], title="wide", corner="cell")
+    table = Table(rows, heads, title="wide", corner="cell")
     report = Report("r", sections=[ReportSection("", tables=[table])])
     text = unfolded(shown(report, 60))
     assert text.count("cell ") > 1
