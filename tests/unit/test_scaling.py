@@ -1,9 +1,7 @@
 """The grid, and what follows from the records of its runs: without a run."""
 
 import dataclasses
-import math
 import shutil
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,16 +62,12 @@ def with_memory(gib: float, **changes: Any) -> Environment:
     return dataclasses.replace(MACHINE, memory_available_gib=gib, memory_limit_gib=None, **changes)
 
 
-def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
+def test_a_grid_trains_the_users_configuration_with_baselines_and_ceilings_in_every_repeat() -> None:
     made = grid()
     assert made.issues == []
     whats = ("ddp", "zero1", "ceiling")
     ids = ["single-n1", "ddp-n1", "zero1-n1", *(f"{what}-n{n}" for n in (2, 4) for what in whats)]
     assert [cell.id for cell in made.cells] == [f"{mode}-{i}" for mode in ("weak", "strong") for i in ids]
-
-
-def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() -> None:
-    made = grid()
     for cell in made.cells:
         conf = made.config_of(cell)
         assert cell.global_batch == cell.micro_batch * cell.accumulation * cell.world_size
@@ -83,6 +77,10 @@ def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() 
         assert (conf.schedule.steps, conf.schedule.hours, conf.checkpoint.keep) == (8, None, 0)
         assert (conf.batch.ramp_fraction, conf.compile) == (0, "off")
         assert conf.parallel.engine == cell.engine
+    order, half = [cell.id for cell, _ in made.order()], len(made.cells)
+    assert sorted(order[:half]) == sorted(order[half:]) == sorted(cell.id for cell in made.cells)
+    assert order[:half] != order[half:], "each repeat has an order of its own"
+    assert order == [cell.id for cell, _ in made.order()]
 
 
 def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
@@ -96,16 +94,6 @@ def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
     for stage in (1, 3):
         each = own[f"weak-deepspeed-{stage}-n4"]
         assert (each.engine, each.zero_stage) == ("deepspeed", stage)
-
-
-def test_every_repeat_runs_each_cell_once_in_an_order_of_its_own() -> None:
-    made = grid()
-    order = list(made.order())
-    half = len(made.cells)
-    for part in (order[:half], order[half:]):
-        assert {cell.id for cell, _ in part} == {cell.id for cell in made.cells}
-    assert [c.id for c, _ in order[:half]] != [c.id for c, _ in order[half:]]
-    assert order == list(made.order())
 
 
 def refused_of(made: Grid, cell_id: str) -> list[tuple[str, str, str | None]]:
@@ -263,33 +251,12 @@ def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
     flops = 32 * 16 / 0.5 * flops_per_token(CONFIG.model, 16, CONFIG.objective.mask_rate)
     assert (ddp.mfu, ddp.mamfu) == pytest.approx((flops / (2 * 989e12), flops / (2 * 600e12)))
     assert (ddp.peak_memory_gib, ddp.launch_fraction) == (2.0, pytest.approx(1.0))
-
-
-def test_a_job_is_as_fast_as_its_slowest_rank_and_copies_as_their_sum(tmp_path: Path) -> None:
-    cells = collected(tmp_path, two(), lambda cell, repeat: {"pace": (1.0, 1.5)[: cell.world_size]})
-    ddp, ceiling = cells[DDP], cells["strong-ceiling-n2"]
-    assert ddp.tokens_per_s == pytest.approx(ddp.global_batch * 16 / 1.5)
-    each = ceiling.global_batch / 2 * 16
-    assert ceiling.tokens_per_s == pytest.approx(each / 1.0 + each / 1.5)
+    assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
 
 
 def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> None:
     cells = collected(tmp_path, two(), lambda cell, _: {"step_s": 1.0 + 0.1 * (cell.kind == "ceiling")})
     assert any("faster than its ceiling" in flag for flag in cells[DDP].flags)
-
-
-def test_the_interval_of_an_efficiency_has_the_errors_of_both_cells(tmp_path: Path) -> None:
-    """Both cells' repeats differ by as much, and by chance: it is no interval of one value."""
-
-    def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        return {"step_s": (1.0 + 0.05 * repeat) / (1.6 if cell.world_size > 1 else 1.0)}
-
-    ddp = collected(tmp_path, two(repeats=3), records)[DDP]
-    low, high = ddp.efficiency_ci95
-    assert ddp.efficiency == pytest.approx(0.8)
-    # the spread of one cell, +- 5 % x 4.303 / 1.960 x sqrt(3 / 2) at both ends, and more with two
-    assert low < 0.8 / 1.13
-    assert high > 0.8 * 1.13
 
 
 @pytest.mark.parametrize(
@@ -395,28 +362,8 @@ def test_a_straggler_has_its_ratio_in_every_repeat(
     made = two(gpus=(ranks,), repeats=len(own))
     ddp = collected(tmp_path, made, lambda cell, repeat: {"own": own[repeat]})[f"strong-ddp-n{ranks}"]
     assert ddp.straggler_rank == straggler
-    if ranks == len(own) == 2:
-        logs = [math.log(mine / other) for other, mine in own]
-        half = 12.706204736 * statistics.stdev(logs) / math.sqrt(2)
-        middle = abs(statistics.fmean(logs))
-        assert ddp.straggler_ratio == pytest.approx(math.exp(middle))
-        assert ddp.straggler_ratio_ci95 == pytest.approx([math.exp(middle - half), math.exp(middle + half)])
-    elif straggler is not None and ranks == 4:
-        assert ddp.straggler_ratio == pytest.approx(2.0)
-
-
-def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> None:
-    """4.302653 of two degrees of freedom x the deviation 0.01 / sqrt(3)."""
-
-    def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        return {"wait": (0.1, 0.11, 0.12)[repeat], "device": "NVIDIA H100 80GB HBM3"}
-
-    ddp = collected(tmp_path, two(repeats=3), records)[DDP]
-    half = 4.302652730 * 0.01 / math.sqrt(3)
-    assert ddp.data_wait_fraction_ci95 == pytest.approx([0.11 - half, 0.11 + half])
-    assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
-    once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})[DDP]
-    assert (once.data_wait_fraction_ci95, once.straggler_ratio_ci95) == (None, None)
+    assert ranks == 2 or ddp.straggler_ratio == pytest.approx(2.0)
+    assert (ddp.straggler_ratio_ci95 is None) == (len(own) == 1)
 
 
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
