@@ -78,7 +78,7 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "rate": lambda path: of(lr()),
     "search, begun": lambda path: of(unmeasured()),
     "glue": lambda path: glue_report(
-        evaluation(path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
+        evaluation([scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
     ),
     "plan": lambda path: plan_page(results.parse(PREDICTION, models.Prediction, "plan")),
 }
