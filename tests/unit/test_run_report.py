@@ -43,7 +43,13 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     """tests/golden records the values of every row."""
     spent = {"device_hours": 2.0, "dollars": 7.2, "kwh": 1.43, "co2_kg": 0.572, "energy_origin": "stated"}
     logged = {"host_memory_gib": 1.5, "lost_share": 0.25}
-    facts = {"energy_j": 4096.0, "straggler_ratio": 1.05, "spent": spent, "metrics": logged}
+    facts = {
+        "energy_j": 4096.0,
+        "straggler_ratio": 1.05,
+        "spent": spent,
+        "metrics": logged,
+        "command_s": 121.25,
+    }
     report = report_of(tmp_path / "run", **facts)
     rows = {key: cells[0] for key, cells in rows_of(report).items()}
     bare = [label for (_, label), cell in rows.items() if cell.endswith("| ")]
@@ -55,6 +61,7 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert rows["Throughput", "tokens"] == "16.4 k tokens/s | summed over 2 CPU ranks"
     assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device unknown"
     assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of wall, part of train"
+    assert rows["Time (rank 0)", "start-up"].startswith("21.2 s |")
     assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
     by_label = numbers_of(report)
     assert by_label["host memory gib"] == "1.50 GiB | at the last logged step"
@@ -134,28 +141,33 @@ def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
 
 
 def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
-    """Losses of a language model are nothing to compare with."""
-    report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"}, compiled=True)
+    """Losses of a language model are nothing to compare with. Wilson's interval of 80 of 100 (Newcombe 1998,
+    method 3): 0.711 to 0.867."""
+    scored: dict[str, Any] = {"loss": 0.5, "examples": 100, "scores": {"dev/accuracy": 0.8, "dev/f1": 0.75}}
+    scored |= {"f1_average": "macro", "baseline": {"dev/accuracy": 0.6}, "loss_unit": "squared error"}
+    report = report_of(tmp_path / "run", heldout=scored, compiled=True)
     rows = rows_of(report)
     assert rows["Work", "parameters"] == ["1.23 M | precision fp32, compiled"]
-    assert rows["Outcome", "dev/accuracy"] == ["0.7123 | split and metric; 277 examples in total"]
-    assert rows["Outcome", "held-out loss"] == ["6.25 squared error | mean over 277 examples"]
+    note = "split and metric; 100 examples in total"
+    assert rows["Outcome", "dev/accuracy"] == [f"0.8000 | {note}; a constant answer: 0.6000"]
+    assert rows["Outcome", "dev/f1 (macro)"] == [f"0.7500 | {note}"]
+    assert rows["Outcome", "held-out loss"] == ["6.25 squared error | mean over 100 examples"]
     assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
     assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
-
-
-def test_the_rest_of_the_commands_time_is_its_start_up(tmp_path: Path) -> None:
-    """Of a run that was restarted the rest holds earlier starts too."""
-    rows = numbers_of(report_of(tmp_path / "once", command_s=121.25))
-    assert rows["start-up"].startswith("21.2 s |")
-    restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
-    assert "start-up" not in numbers_of(report_of(tmp_path / "twice", command_s=121.25, restarts=[restart]))
+    assert (report.tiles[0].label, report.tiles[0].text) == ("dev accuracy", "80.0 %")
+    assert all(words in report.tiles[0].note for words in ("71.1 % to 86.7 %", "60.0 %"))
+    assert "dev f1 (macro) 0.7500" in report.verdicts[0].text
+    assert not [section for section in report.sections if section.title == "Classes"]  # no predictions
 
 
 def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
-    """Rates, times, memory and energy are of the last start; steps and tokens of the whole run."""
-    rows = rows_of(report_of(tmp_path / "run", since_step=90, energy_j=4096.0))
+    """Rates, times, memory and energy are of the last start; steps and tokens of the whole run. The rest of
+    the command's time holds earlier starts too, so it is not the start-up."""
+    restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
+    facts = {"since_step": 90, "energy_j": 4096.0, "command_s": 121.25, "restarts": [restart]}
+    rows = rows_of(report_of(tmp_path / "run", **facts))
+    assert ("Time (rank 0)", "start-up") not in rows
     assert rows["Throughput", "optimizer steps"][0].endswith("of the whole job, since step 90")
     # 75 s of training at 16,384 tokens/s, not the 819,200 tokens of the whole run
     energy = "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks, since step 90"
@@ -173,21 +185,6 @@ def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
     assert points.items() >= {**unlike, 0: 1.0, 19_999: 1.0}.items()
 
 
-def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_lines=3)
-    for name in ("summary.json", "evals.jsonl", "environment.json"):
-        (run / name).unlink()
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 40, "los')
-    report = of_directories([run])
-    (verdict,) = report.verdicts
-    assert verdict.text == "No end recorded: still running or killed. Last logged: step 30."
-    assert "metrics.jsonl is torn or empty: 3 complete lines read" in verdict.notes
-    for name in ("summary.json", "environment.json"):
-        assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
-    assert "training loss, last 7.4000 nats" in unfolded(shown(report))
-
-
 def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path) -> None:
     for checkpoint in ("", "checkpoints/step-00000090"):
         facts = {**failed("the model has diverged", "not_finite"), "checkpoint": checkpoint or None}
@@ -197,7 +194,21 @@ def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path) -> None:
 
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    (run / "summary.json").unlink()
+    for name in ("summary.json", "environment.json"):
+        (run / name).unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 110, "los')
+    report = of_directories([run])
+    (verdict,) = report.verdicts
+    assert verdict.text == "No end recorded: still running or killed. Last logged: step 100."
+    missing = [note.partition(":")[0] for note in verdict.notes]
+    assert missing == [
+        "summary.json is missing or torn",
+        "environment.json is missing",
+        "metrics.jsonl is torn or empty",
+    ]
+    assert verdict.notes[-1].endswith(": 10 complete lines read")
+    assert "training loss, last 6.0000 nats" in unfolded(shown(report))
     files.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
     (run / "checkpoints" / "step-00000090").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(make_config("precision=fp32")))
@@ -328,17 +339,3 @@ def test_losses_that_do_not_compare_share_no_axis(tmp_path: Path) -> None:
     assert "bits per byte" in report.sections[1].notes[0]
     colours = {line.label: line.colour for figure in report.sections[2].figures[:3] for line in figure.traces}
     assert colours["c: training"] == 2
-
-
-def test_accuracy_leads_with_its_interval_and_f1_names_its_average(tmp_path: Path) -> None:
-    """Wilson's interval of 80 of 100 (Newcombe 1998, method 3): 0.711 to 0.867."""
-    scored = {"loss": 0.5, "examples": 100, "scores": {"dev/accuracy": 0.8, "dev/f1": 0.75}}
-    report = report_of(
-        tmp_path / "run", heldout={**scored, "f1_average": "macro", "baseline": {"dev/accuracy": 0.6}}
-    )
-    assert (report.tiles[0].label, report.tiles[0].text) == ("dev accuracy", "80.0 %")
-    assert "71.1 % to 86.7 %" in report.tiles[0].note
-    assert "60.0 %" in report.tiles[0].note
-    assert "dev f1 (macro) 0.7500" in report.verdicts[0].text
-    assert rows_of(report)["Outcome", "dev/f1 (macro)"][0].startswith("0.7500")
-    assert not [section for section in report.sections if section.title == "Classes"]  # no predictions
