@@ -271,15 +271,12 @@ class Ratio(Quantity):
         """Return the value; None if it is not measurable."""
         return number(self.of(part))
 
-    def ends(self, part: object) -> str:
-        """Return the ends of the interval: `78.0 % to 82.0 %`."""
-        shown = self.number(part) is not None
-        return format_interval(at(part, self.interval) if shown else None, FORMATS[self.unit])
-
     def text(self, part: object) -> str:
         """Return the value with its interval: `80.0 % [78.0 % to 82.0 %]`."""
-        shown, ends = cell_of(part, self).text, self.ends(part)
-        return shown if ends == NA else f"{shown} [{ends}]"
+        shown, interval = cell_of(part, self).text, at(part, self.interval)
+        if self.number(part) is None or interval is None:
+            return shown
+        return f"{shown} [{format_interval(interval, FORMATS[self.unit])}]"
 
 
 def at(part: object, path: str) -> Any:

@@ -1,6 +1,5 @@
 """Build the report of a scaling benchmark: result, figures and verdicts."""
 
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +19,8 @@ from launcher.report.page import (
     ReportSection,
     Table,
     TableCell,
-    Tile,
     Verdict,
     at,
-    cell_of,
     first_line,
     machine_line,
     table,
@@ -44,12 +41,6 @@ LEVELS: dict[DiagnosisKind, Level] = {
     "intervals_overlap": "info",
     "no_single_cause": "info",
 }  # all others are losses, shown as warnings
-SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
-EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
-PER_PEAK = (
-    Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
-    Ratio("mamfu", "MAMFU", "percent", "step_time_s.ci95"),
-)
 SPLIT = {
     "data": "data wait",
     "forward_backward": "forward + backward",
@@ -60,7 +51,8 @@ SPLIT = {
 RESULT_NOTE = (
     "Rates over all ranks; speed-up and efficiency (with 95 % interval): relative to single on one rank; "
     "comm.: throughput / ceiling; exposed, data: share of a step spent waiting for gradients, for data; "
-    "slowest: own work of the slowest rank / median; memory: highest peak of any rank. "
+    "slowest: own work of the slowest rank / median; memory: highest peak of any rank; MFU: share of the "
+    "data-sheet peak, MAMFU: of the measured matmul rate. "
     "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
@@ -85,8 +77,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
         "bert-dp: scaling benchmark",
         [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
-        _tiles(scaling),
-        sections,
+        sections=sections,
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
 
@@ -140,44 +131,25 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
 
 
-def _tiles(scaling: Scaling) -> list[Tile]:
-    runs = [c for c in _runs(scaling) if c.tokens_per_s is not None]
-    best = max(runs, key=lambda c: (SPEEDUP.number(c) or 0.0, c.world_size), default=None)
-    peak = scaling.peak
-    sheet = f"{scaling.settings.precision} data-sheet peak"
-    peaks = [sheet if peak.datasheet_flops else "data-sheet peak unknown"]
-    if peak.matmul_flops:
-        peaks.append(f"{peak.precision or ''} measured matmul peak".lstrip())
-    place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
-    speedup, efficiency, sent, *per_peak = (
-        cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
-    )
-    return [
-        Tile("Best speed-up", speedup, place),
-        Tile("Efficiency", efficiency, f"95 % interval {EFFICIENCY.ends(best)}"),
-        Tile("Communication efficiency", sent, f"of the ceiling; 95 % interval {COMMUNICATION.ends(best)}"),
-        Tile("MFU / MAMFU", " / ".join(per_peak), "; ".join(peaks)),
-    ]
-
-
 # --- tables
 
 
 def _result(scaling: Scaling) -> Table:
     """Return the table of the run cells, without MFU or MAMFU columns if no cell has a value."""
     runs = _runs(scaling)
+    per_peak = [Ratio(path, path.upper(), "percent", "step_time_s.ci95") for path in ("mfu", "mamfu")]
     columns = [
         Quantity("world_size", "N", "count"),
         Quantity("tokens_per_s", "tokens/s"),
         Quantity("tokens_per_s_per_gpu", "per rank"),
-        SPEEDUP,
+        Ratio("speedup", "speed-up", "ratio", "efficiency_ci95"),
         Quantity(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
-        dataclasses.replace(COMMUNICATION, head="comm."),
-        EXPOSED,
+        COMMUNICATION,
+        Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95"),
         Quantity("data_wait_fraction", "data", "percent"),
         STRAGGLER,
         Quantity("peak_memory_gib", "memory", "gib"),
-        *[ratio for ratio in PER_PEAK if any(ratio.of(run) for run in runs)],
+        *[ratio for ratio in per_peak if any(ratio.of(run) for run in runs)],
     ]
     return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
 
