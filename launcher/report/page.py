@@ -198,9 +198,9 @@ def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | 
     return [x for x, _ in kept], [y for _, y in kept]
 
 
-def first_line(text: object, otherwise: str = "cause not recorded") -> str:
-    """Return the first non-empty line of a text, or `otherwise`."""
-    return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
+def first_line(text: object) -> str:
+    """Return the first non-empty line of a cause."""
+    return next((line for line in str(text or "").strip().splitlines() if line), "cause not recorded")
 
 
 def record(title: str, content: Mapping[str, Any]) -> ReportSection:
@@ -370,46 +370,37 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 def _tables(table: Table, console: Console) -> list[RichTable]:
     """Return the table; if too wide, split by columns into parts that fit, each with the row labels."""
     from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     rows = [row for row in table.rows if row.console]
-    if not table.columns:
-        return [_pairs(rows)]
+
+    def grid(columns: Sequence[int]) -> RichTable:
+        made = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        made.add_column(Text(safe(table.corner)), overflow="fold")
+        for i in columns:
+            # numbers are aligned right and stay whole
+            numeric = any(row.cells[i].text[:1] in set("+-0123456789") for row in rows)
+            side: Literal["left", "right"] = "right" if numeric else "left"
+            made.add_column(Text(safe(table.columns[i])), justify=side, overflow="fold", no_wrap=numeric)
+        for row in rows:
+            made.add_row(Text(safe(row.label)), *(Text(safe(row.cells[i].text)) for i in columns))
+        return made
+
+    if not table.columns:  # labels and values with denominators
+        pairs = RichTable(box=None, pad_edge=False, show_header=False)
+        pairs.add_column(no_wrap=True)
+        pairs.add_column(overflow="fold")
+        for row in rows:
+            value, note = row.cells[0].text, row.cells[0].note
+            text = Text.assemble((safe(value), "bold"), safe(f", {note}" if note else ""))
+            pairs.add_row(Text(safe(row.label)), text)
+        return [pairs]
     parts: list[list[int]] = [[]]
     for i in range(len(table.columns)):
-        wider = _grid(table, rows, [*parts[-1], i])
-        width = Measurement.get(console, console.options.update(max_width=1000), wider).maximum
+        options = console.options.update(max_width=1000)
+        width = Measurement.get(console, options, grid([*parts[-1], i])).maximum
         if width > console.width and parts[-1]:
             parts.append([])
         parts[-1].append(i)
-    return [_grid(table, rows, part) for part in parts]
-
-
-def _grid(table: Table, rows: Sequence[TableRow], columns: Sequence[int]) -> RichTable:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    grid = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    grid.add_column(Text(safe(table.corner)), overflow="fold")
-    for i in columns:
-        # numbers are aligned right and stay whole
-        numeric = any(row.cells[i].text[:1] in "+-0123456789" for row in rows if row.cells[i].text)
-        side: Literal["left", "right"] = "right" if numeric else "left"
-        grid.add_column(Text(safe(table.columns[i])), justify=side, overflow="fold", no_wrap=numeric)
-    for row in rows:
-        grid.add_row(Text(safe(row.label)), *(Text(safe(row.cells[i].text)) for i in columns))
-    return grid
-
-
-def _pairs(rows: Sequence[TableRow]) -> RichTable:
-    """Return a list of labels and values with denominators."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    grid = RichTable(box=None, pad_edge=False, show_header=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        cell = row.cells[0]
-        note = safe(f", {cell.note}" if cell.note else "")
-        grid.add_row(Text(safe(row.label)), Text.assemble((safe(cell.text), "bold"), note))
-    return grid
+    return [grid(part) for part in parts]
