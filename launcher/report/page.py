@@ -40,15 +40,6 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """A highlighted number with its denominator or scope."""
-
-    label: str
-    text: str
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class TableCell:
     """One value of a table."""
 
@@ -171,7 +162,7 @@ class Report:
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
-    tiles: Sequence[Tile] = ()
+    tiles: Sequence[TableRow] = ()  # rows with one number to highlight
     sections: Sequence[ReportSection] = ()
     next: str = ""  # suggested next command
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import shlex
 import signal
 import statistics
@@ -28,7 +29,6 @@ from launcher.report.formats import (
     format_count,
     format_decimals,
     format_duration,
-    format_gib,
     format_interval,
     format_nats,
     format_percent,
@@ -50,7 +50,6 @@ from launcher.report.page import (
     Table,
     TableCell,
     TableRow,
-    Tile,
     Verdict,
     cell,
     first_line,
@@ -113,6 +112,8 @@ def score_name(name: str, heldout: HeldOut) -> str:
     return name + average
 
 
+HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
+"""Topic and label of the rows that a run's page highlights."""
 MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
@@ -126,18 +127,18 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
     for i, run in enumerate(runs):
         if names.count(run.name) > 1:
             runs[i] = dataclasses.replace(run, name=f"{run.name} ({i + 1})")
-    many = len(runs) > 1
+    many, numbers = len(runs) > 1, _numbers(runs)
     named = [(run.name if many else "", run) for run in runs]  # a page of one run does not repeat its name
     return Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
         [machine_line(run.environment, name, _devices(run.summary)) for name, run in named],
         [Verdict(*_end(run), [*run.missing, *_repeats(run)], name) for name, run in named],
-        [] if many else _tiles(runs[0]),
+        [row for row in numbers.rows if not many and HEADLINES.fullmatch(f"{row.topic} {row.label}")],
         [
             *(_comparison(runs) if many else []),
             ReportSection("", _figures(runs), console=False),
             *([] if many else _classes(runs[0].path, flat(runs[0].config).get("finetune.labels") or ())),
-            ReportSection("Numbers", tables=[_numbers(runs)], console=not many),
+            ReportSection("Numbers", tables=[numbers], console=not many),
             *[
                 record(f"{title}: {name}" if name else title, content)
                 for name, run in named
@@ -209,34 +210,6 @@ def _repeats(run: RunFiles) -> list[str]:
         f"{format_count(passes)} passes over the training data, {tokens} in total; beyond "
         f"{MAX_PASSES} passes, new text helps more."
     ]
-
-
-def _tiles(run: RunFiles) -> list[Tile]:
-    summary, ranks, since = run.summary, _ranks(run.summary), _since(run.summary)
-    entropy = f"unigram entropy {format_nats(summary.unigram_entropy_nats)}"
-    loss = loss_text(summary.heldout_loss, run.heldout)
-    rates = [format_si(r, "tokens/s") for r in (summary.tokens_per_s, summary.tokens_per_s_per_gpu)]
-    return [
-        *_score_tile(run.heldout),
-        Tile("Held-out loss", loss, f"{_measured_at(summary)}{basis_of(run.heldout)}; {entropy}"),
-        Tile("Throughput", rates[0], f"summed over {ranks}{since}"),
-        Tile(f"Per {_device(summary)}", rates[1], ranks),
-        Tile("Peak memory", format_gib(summary.peak_memory_gib), f"highest of {ranks}{since}"),
-    ]
-
-
-def _score_tile(heldout: HeldOut) -> list[Tile]:
-    """Return the dev accuracy with its 95 % interval (Wilson 1927), and that of a constant answer."""
-    found = [name for name in heldout.scores or {} if name.startswith("dev") and name.endswith("/accuracy")]
-    n = heldout.examples
-    if len(found) != 1 or not n or (p := number((heldout.scores or {})[found[0]])) is None:
-        return []
-    z = NORMAL**2 / n
-    middle, half = (p + z / 2) / (1 + z), math.sqrt(z * p * (1 - p) + z * z / 4) / (1 + z)
-    interval = format_interval([middle - half, middle + half], format_percent)
-    constant = f"always the most frequent label: {format_percent(heldout.baseline.get(found[0]))}"
-    note = f"95 % interval {interval}, of {count_of(n, 'example')}; {constant}"
-    return [Tile(found[0].replace("/", " "), format_percent(p), note)]
 
 
 # --- figures
@@ -357,14 +330,17 @@ def _outcome(run: RunFiles) -> list[TableRow]:
         place = f"step {format_count(last.step)}" if last.step >= 0 else "the start"
         note = f"the last from {place} on {count_of(last.ranks, 'rank')}: {first_line(last.cause)}"
         rows.append(value("restarts", len(summary.restarts), "count", note))
+    scores = measured.scores or {}
+    accuracies = [name for name in scores if name.startswith("dev") and name.endswith("/accuracy")]
+    for name, score in scores.items():
+        note, constant = f"split and metric; {basis} in total", measured.baseline.get(name)
+        if [name] == accuracies and measured.examples and (share := number(score)) is not None:
+            note += f"; 95 % interval {_share_interval(share, measured.examples)}"
+        note += "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
+        rows.append(value(score_name(name, measured), score, "decimals", note))
     interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
-    note = f"split and metric; {basis} in total"
-    for name, score in (measured.scores or {}).items():
-        constant = measured.baseline.get(name)
-        more = "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
-        rows.append(value(score_name(name, measured), score, "decimals", f"{note}{more}"))
     if measured.examples is None:  # baselines for the loss of a language model
         for name, entropy, knows in _entropies(summary):
             gap = None if loss is None or entropy is None else entropy - loss
@@ -373,6 +349,13 @@ def _outcome(run: RunFiles) -> list[TableRow]:
             rows.append(value(name, entropy, "nats", note))
     unit = _unit(run.training_unit)
     return [*rows, value("training loss, last", summary.final_loss, unit, "mean over all ranks")]
+
+
+def _share_interval(share: float, n: int) -> str:
+    """Format the 95 % interval of a share of `n` examples (Wilson 1927)."""
+    z = NORMAL**2 / n
+    middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
+    return format_interval([middle - half, middle + half], format_percent)
 
 
 def _measured_at(summary: Summary) -> str:

@@ -84,7 +84,9 @@ def _of_report(report: Report) -> dict[str, Any]:
     tables = [(s.title, t) for s in report.sections if not s.folded for t in s.tables]
     return {
         "subtitle": numbers_in(*report.subtitle),
-        "tiles": {tile.label: numbers_in(tile.text, tile.note) for tile in report.tiles},
+        "tiles": {
+            tile.label: numbers_in(*(f"{c.text} {c.note}" for c in tile.cells)) for tile in report.tiles
+        },
         "verdicts": [f"{v.level} {numbers_in(v.text, *v.notes)}" for v in report.verdicts],
         "notes": {s.title: numbers_in(*s.notes) for s in report.sections if s.notes},
         "tables": {

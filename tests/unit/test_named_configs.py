@@ -91,8 +91,8 @@ def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -
     run = make_run(tmp_path / "run")
     done = here("report", str(run), "--json")
     report = json.loads(done.stdout)
-    tiles = {tile["label"]: tile["text"] for tile in report["tiles"]}
-    assert (report["verdicts"][0]["level"], tiles["Held-out loss"]) == ("ok", "6.2500 nats ± 0.0392")
+    tiles = {tile["label"]: tile["cells"][0]["text"] for tile in report["tiles"]}
+    assert (report["verdicts"][0]["level"], tiles["held-out loss"]) == ("ok", "6.2500 nats ± 0.0392")
     assert not (run / "report.html").exists()
 
 
