@@ -164,31 +164,28 @@ def write_run(
     *,
     steps: int = 8,
     own: Sequence[float] = (),
-    pace: Sequence[float] = (),
     loss: float = 4.0,
-    memory: float = 1.0,
-    wait: float = 0.0,
     exposed: float = 0.1,
     **summary: Any,
 ) -> None:
-    """The records of a run whose steps all take `step_s`, x `pace` of the rank, after two slow ones; `own` is
-    the share that is the rank's own work, `wait` that waits for data, `exposed` what DDP's counters tell."""
+    """The records of a run whose steps all take `step_s`, after two slow ones; `own` is the share that is the
+    rank's own work, `exposed` what DDP's counters tell."""
     directory.mkdir(parents=True)
     tokens = cell.global_batch * 16
     whole = {"status": "done", "precision": "fp32", "device": "CPU", "compiled": False}
     files.write_json(directory / "summary.json", {**whole, "tokens": steps * tokens, **summary})
     (directory / "steps").mkdir()
     for rank in range(cell.world_size):
-        times = [9.0, 9.0] + [step_s * (pace[rank] if pace else 1.0)] * (steps - 2)
+        times = [9.0, 9.0] + [step_s] * (steps - 2)
         line = {
             "step": steps,
             "step_s": times,
-            "data_wait_s": [wait * t for t in times],
+            "data_wait_s": [0.0] * steps,
             "forward_backward_s": [0.8 * t for t in times],
             "compute_before_reduction_s": [(own[rank] if own else 0.5) * t for t in times],
             "optimizer_s": [0.1 * t for t in times],
             "host_s": times,
-            "peak_memory_gib": memory + rank,
+            "peak_memory_gib": 1.0 + rank,
             "ddp_exposed_s": exposed * step_s if cell.engine == "ddp" else None,
         }
         files.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
@@ -372,12 +369,11 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
 class MadeRunner(Runner):
     """Ends every run at once as a real one does, those of ddp on two ranks as failed; so do helpers."""
 
-    def __init__(self, out: Path, log: Log = print, *, on_gpu: bool = False):
+    def __init__(self, out: Path, log: Log, *, on_gpu: bool):
         (out / SCRATCH).mkdir(exist_ok=True)
         super().__init__(out, [Slot()], [], launcher="torchrun", on_gpu=on_gpu, log=log)
         self.ran: list[Trial] = []
-        self.asked: list[tuple[str, list[str]]] = []
-        self.cores: list[Sequence[int] | None] = []
+        self.asked: list[tuple[str, list[str], Sequence[int] | None]] = []
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in trials:
@@ -389,8 +385,7 @@ class MadeRunner(Runner):
             yield trial, TrialOutcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        self.asked.append((module.rpartition(".")[2], list(arguments)))
-        self.cores.append(cores)
+        self.asked.append((module.rpartition(".")[2], list(arguments), cores))
         if module.endswith("all_reduce"):
             measured = {"seconds_median": 0.5, "busbw_gb_s": 3.0, "repeats": 7, "backend": "gloo"}
             return [{"bytes": int(size), **measured} for size in arguments[2:]]
@@ -400,36 +395,32 @@ class MadeRunner(Runner):
         return [read_json(RECORD / "peak.json")]
 
 
-def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
-    made = grid(gpus=(2,), modes=("weak",))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path, on_gpu: bool) -> None:
+    """A rank with a GPU may use every core."""
+    machine = with_memory(64.0, gpus=[environment.Gpu(0, "g", 80.0, None)] * 2)
+    made = grid(machine, on_gpu=on_gpu, gpus=(2,), modes=("weak",))
+    cores = {ranks: None if on_gpu else cores_of(ranks, 2) for ranks in (1, 2)}
     said: list[str] = []
-    runs = MadeRunner(tmp_path, said.append)
+    runs = MadeRunner(tmp_path, said.append, on_gpu=on_gpu)
     run_grid(made, runs, said.append)
     names = [trial.name for trial in runs.ran]
     (lost,) = [name for name in names if name.startswith("weak-ddp-n2")]
     assert len(names) == len(set(names)) == 2 * len(made.cells) - 1, "what failed is not repeated"
-    assert all(trial.cores == cores_of(trial.ranks, 2) for trial in runs.ran)
+    assert all(trial.cores == cores[trial.ranks] for trial in runs.ran)
     place = f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}"
     assert any(line.startswith(f"{place}: failed: no;") for line in said)
     sizes = [4**k for k in range(6, 14)]
     link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
     assert (link.world_size, link.backend, len(link.points)) == (2, "gloo", len(sizes))
     assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
-    assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
-    assert runs.asked[0] == ("all_reduce", ["2", "0.3", *map(str, sizes)])
-    assert (runs.asked[1][0], runs.asked[2]) == ("profile_step", ("matmul_peak", [made.precision, "2"]))
+    links, (profile, _, profile_cores), peak = runs.asked
+    assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)], None)
+    assert (profile, profile_cores) == ("profile_step", cores[1])
+    assert peak == ("matmul_peak", [made.precision, "2"], cores[1])
     batch, data = runs.profiled.batch, runs.profiled.data
     assert (batch.global_size, batch.micro_size, data.synthetic) == (4, 4, True)
     assert runs.profiled.parallel.engine == "single"
-
-
-def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
-    gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
-    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",))
-    runs = MadeRunner(tmp_path, on_gpu=True)
-    run_grid(made, runs, print)
-    assert {trial.cores for trial in runs.ran} == {None}
-    assert runs.cores == [None, None, None]
 
 
 @pytest.mark.parametrize(("status", "code"), [("complete", 0), ("failed", 1), ("partial", 130)])
