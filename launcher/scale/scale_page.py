@@ -1,7 +1,7 @@
 """Build the report of a scaling benchmark: result, figures and verdicts."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time
@@ -23,6 +23,7 @@ from launcher.report.page import (
     at,
     first_line,
     machine_line,
+    series,
     table,
 )
 from launcher.scale import models
@@ -62,11 +63,13 @@ BANDS = (
 
 def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     """Return the report of scaling.json, partial or complete."""
-    modes = sorted({cell.mode for cell in _runs(scaling)}, reverse=True)  # weak first
-    by_mode = (_speedup, _efficiency, _step_split)
-    figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
+    by_mode: dict[Mode, list[CellMeasurement]] = {"weak": [], "strong": []}
+    for cell in _runs(scaling):
+        by_mode[cell.mode].append(cell)
+    modes = [mode for mode, runs in by_mode.items() if runs]
+    figures = [figure for mode in modes for figure in _mode_figures(by_mode[mode], mode)]
     result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
-    sections = [result, ReportSection("", figures, console=False)]
+    sections = [result, ReportSection("", [*figures, _bandwidth(scaling)], console=False)]
     if (found := scaling.prediction) is not None:
         title, tables = "Prediction and measurement", [models.compared(found)]
         sections.append(ReportSection(title, tables=tables, notes=found.assumptions, console=False))
@@ -170,68 +173,56 @@ def _agreement(scaling: Scaling) -> list[str]:
 # --- figures
 
 
-def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[CellMeasurement]]:
-    """Return the run cells by engine and tensor size (one line each), ordered by number of ranks."""
-    groups: dict[str, list[CellMeasurement]] = {}
-    for cell in sorted(_runs(scaling), key=lambda cell: cell.world_size):
+def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[Figure]:
+    """Plot speed-up, efficiency and the parts of a step of the run cells of a mode."""
+    groups: dict[str, list[CellMeasurement]] = {}  # by engine and tensor size: one line each
+    for cell in sorted(runs, key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
-        if cell.mode == mode:
-            groups.setdefault(label, []).append(cell)
-    return groups
+        groups.setdefault(label, []).append(cell)
+    sizes = sorted({float(cell.world_size) for cell in runs})
+    x = Axis("N, ranks", "count", sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+    label = "speed-up, throughput / throughput of one rank"
+    return [
+        Figure(
+            f"Speed-up, {mode} scaling",
+            [Line("ideal", sizes, sizes, None, "dotted"), *_curves(groups, times_n=True)],
+            x,
+            Axis(label, "ratio", x.log, not x.log, sizes if x.log else ()),
+            note=f"{BANDS} Ceiling: the same number of ranks without any collectives.",
+        ),
+        Figure(
+            f"Efficiency, {mode} scaling",
+            _curves(groups),
+            x,
+            Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
+            levels=[ReferenceLine("100 %", 1.0)],
+            note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
+        ),
+        _step_split([cell for cells in groups.values() for cell in cells if cell.split_s], mode),
+    ]
 
 
-def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
-    sizes = sorted({float(cell.world_size) for cell in _runs(scaling) if cell.mode == mode})
-    return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
-
-
-def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
-    """Return a line of efficiency with intervals per engine; `times_n` converts it into a speed-up."""
+def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[Line]:
+    """Return the efficiency of the ceiling, common to all engines, and of each engine with its intervals;
+    `times_n` converts them into speed-ups."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
         value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
         return value and value * (cell.world_size if times_n else 1)
 
-    paths, lines = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high"), []
-    for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
-        y, low, high = ([height(cell, path) for cell in cells] for path in paths)
-        lines.append(Line(label, [float(c.world_size) for c in cells], y, colour, "both", low, high))
+    cells = [cell for group in groups.values() for cell in group]
+    heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
+    points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
+    lines = [Line("ceiling", *series(points), None, "dashed")] if points else []
+    for colour, (label, group) in enumerate(groups.items()):
+        paths = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
+        y, low, high = ([height(cell, path) for cell in group] for path in paths)
+        lines.append(Line(label, [float(c.world_size) for c in group], y, colour, "both", low, high))
     return lines
 
 
-def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
-    """Return the line of the ceiling, common to all engines of a mode."""
-    cells = [cell for cell in _runs(scaling) if cell.mode == mode]
-    heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
-    points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
-    return [Line("ceiling", [x for x, _ in points], [y for _, y in points], None, "dashed")] if points else []
-
-
-def _speedup(scaling: Scaling, mode: Mode) -> Figure:
-    x = _ranks_axis(scaling, mode)
-    sizes = list(x.ticks)
-    ideal = Line("ideal", sizes, sizes, None, "dotted")
-    lines = [ideal, *_ceiling_line(scaling, mode, times_n=True), *_lines(scaling, mode, times_n=True)]
-    label = "speed-up, throughput / throughput of one rank"
-    y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
-    note = f"{BANDS} Ceiling: the same number of ranks without any collectives."
-    return Figure(f"Speed-up, {mode} scaling", lines, x, y, note=note)
-
-
-def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
-    return Figure(
-        f"Efficiency, {mode} scaling",
-        [*_ceiling_line(scaling, mode), *_lines(scaling, mode)],
-        _ranks_axis(scaling, mode),
-        Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
-        levels=[ReferenceLine("100 %", 1.0)],
-        note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
-    )
-
-
-def _step_split(scaling: Scaling, mode: Mode) -> Figure:
-    """Plot the parts of each run cell's step, without unknown parts."""
-    cells = [cell for cells in _groups(scaling, mode).values() for cell in cells if cell.split_s]
+def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> Figure:
+    """Plot the parts of each cell's step, without unknown parts."""
     parts = {name: [finite(at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     return Figure(
