@@ -4,35 +4,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.report import page
 from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time
 from launcher.report.formats import number as finite
-from launcher.report.page import (
-    Axis,
-    Bars,
-    Figure,
-    Level,
-    Line,
-    Quantity,
-    Ratio,
-    ReferenceLine,
-    Report,
-    ReportSection,
-    Table,
-    TableCell,
-    Verdict,
-    at,
-    first_line,
-    machine_line,
-    series,
-    table,
-)
 from launcher.scale import models
 from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
 LOG_FROM = 16  # largest N / smallest N above which the N axis is logarithmic
-LEVELS: dict[DiagnosisKind, Level] = {
+LEVELS: dict[DiagnosisKind, page.Level] = {
     "out_of_memory": "fail",
     "failed": "fail",
     "scales": "ok",
@@ -61,24 +42,26 @@ BANDS = (
 )
 
 
-def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
+def scale_page(scaling: Scaling, folder: Path | None = None) -> page.Report:
     """Return the report of scaling.json, partial or complete."""
     by_mode: dict[Mode, list[CellMeasurement]] = {"weak": [], "strong": []}
     for cell in _runs(scaling):
         by_mode[cell.mode].append(cell)
     modes = [mode for mode, runs in by_mode.items() if runs]
     figures = [figure for mode in modes for figure in _mode_figures(by_mode[mode], mode)]
-    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
-    sections = [result, ReportSection("", [*figures, _bandwidth(scaling)], console=False)]
+    result = page.ReportSection(
+        "Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)]
+    )
+    sections = [result, page.ReportSection("", [*figures, _bandwidth(scaling)], console=False)]
     if (found := scaling.prediction) is not None:
         title, tables = "Prediction and measurement", [models.compared(found)]
-        sections.append(ReportSection(title, tables=tables, notes=found.assumptions, console=False))
+        sections.append(page.ReportSection(title, tables=tables, notes=found.assumptions, console=False))
     size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
     device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
-    return Report(
+    return page.Report(
         "bert-dp: scaling benchmark",
-        [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
+        [page.machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         sections=sections,
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
@@ -103,7 +86,7 @@ def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
     )
 
 
-def _ends(scaling: Scaling) -> list[Verdict]:
+def _ends(scaling: Scaling) -> list[page.Verdict]:
     """Return the status of the grid, and the cells without a result or a diagnosis."""
     ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
@@ -111,14 +94,14 @@ def _ends(scaling: Scaling) -> list[Verdict]:
     done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(Verdict("warn", f"Partial: {done}, {pending} not yet run."))
+        verdicts.append(page.Verdict("warn", f"Partial: {done}, {pending} not yet run."))
     if lost:
-        causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
-        verdicts.append(Verdict("fail", f"{done}; these failed:", causes))
+        causes = [f"{c.id}: {c.status}: {page.first_line(c.cause)}" for c in lost]
+        verdicts.append(page.Verdict("fail", f"{done}; these failed:", causes))
     return verdicts
 
 
-def _verdicts(scaling: Scaling) -> list[Verdict]:
+def _verdicts(scaling: Scaling) -> list[page.Verdict]:
     """Return each distinct diagnosis with its cells, and the cells' flags; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
@@ -127,34 +110,38 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
     verdicts = []
     for (kind, text, hint), notes in cells.items():
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
-        verdicts.append(Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes))
+        verdicts.append(
+            page.Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes)
+        )
     if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
-        verdicts.append(Verdict("warn", "Flags: check these numbers before using them.", flags))
-    order: Sequence[Level] = ("fail", "warn", "ok", "info")
+        verdicts.append(page.Verdict("warn", "Flags: check these numbers before using them.", flags))
+    order: Sequence[page.Level] = ("fail", "warn", "ok", "info")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
 
 
 # --- tables
 
 
-def _result(scaling: Scaling) -> Table:
+def _result(scaling: Scaling) -> page.Table:
     """Return the table of the run cells, without MFU or MAMFU columns if no cell has a value."""
     runs = _runs(scaling)
-    per_peak = [Ratio(path, path.upper(), "percent", "step_time_s.ci95") for path in ("mfu", "mamfu")]
+    per_peak = [page.Ratio(path, path.upper(), "percent", "step_time_s.ci95") for path in ("mfu", "mamfu")]
     columns = [
-        Quantity("world_size", "N", "count"),
-        Quantity("tokens_per_s", "tokens/s"),
-        Quantity("tokens_per_s_per_gpu", "per rank"),
-        Ratio("speedup", "speed-up", "ratio", "efficiency_ci95"),
-        Quantity(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
+        page.Quantity("world_size", "N", "count"),
+        page.Quantity("tokens_per_s", "tokens/s"),
+        page.Quantity("tokens_per_s_per_gpu", "per rank"),
+        page.Ratio("speedup", "speed-up", "ratio", "efficiency_ci95"),
+        page.Quantity(
+            lambda run: page.TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"
+        ),
         COMMUNICATION,
-        Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95"),
-        Quantity("data_wait_fraction", "data", "percent"),
+        page.Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95"),
+        page.Quantity("data_wait_fraction", "data", "percent"),
         STRAGGLER,
-        Quantity("peak_memory_gib", "memory", "gib"),
+        page.Quantity("peak_memory_gib", "memory", "gib"),
         *[ratio for ratio in per_peak if any(ratio.of(run) for run in runs)],
     ]
-    return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
+    return page.table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
 
 
 def _agreement(scaling: Scaling) -> list[str]:
@@ -173,74 +160,79 @@ def _agreement(scaling: Scaling) -> list[str]:
 # --- figures
 
 
-def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[Figure]:
+def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figure]:
     """Plot speed-up, efficiency and the parts of a step of the run cells of a mode."""
     groups: dict[str, list[CellMeasurement]] = {}  # by engine and tensor size: one line each
     for cell in sorted(runs, key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
         groups.setdefault(label, []).append(cell)
     sizes = sorted({float(cell.world_size) for cell in runs})
-    x = Axis("N, ranks", "count", sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+    x = page.Axis("N, ranks", "count", sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
     label = "speed-up, throughput / throughput of one rank"
     return [
-        Figure(
+        page.Figure(
             f"Speed-up, {mode} scaling",
-            [Line("ideal", sizes, sizes, None, "dotted"), *_curves(groups, times_n=True)],
+            [page.Line("ideal", sizes, sizes, None, "dotted"), *_curves(groups, times_n=True)],
             x,
-            Axis(label, "ratio", x.log, not x.log, sizes if x.log else ()),
+            page.Axis(label, "ratio", x.log, not x.log, sizes if x.log else ()),
             note=f"{BANDS} Ceiling: the same number of ranks without any collectives.",
         ),
-        Figure(
+        page.Figure(
             f"Efficiency, {mode} scaling",
             _curves(groups),
             x,
-            Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
-            levels=[ReferenceLine("100 %", 1.0)],
+            page.Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
+            levels=[page.ReferenceLine("100 %", 1.0)],
             note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
         ),
         _step_split([cell for cells in groups.values() for cell in cells if cell.split_s], mode),
     ]
 
 
-def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[Line]:
+def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[page.Line]:
     """Return the efficiency of the ceiling, common to all engines, and of each engine with its intervals;
     `times_n` converts them into speed-ups."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
-        value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
+        value = page.at(cell, path) if EFFICIENCY.number(cell) is not None else None
         return value and value * (cell.world_size if times_n else 1)
 
     cells = [cell for group in groups.values() for cell in group]
     heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
     points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
-    lines = [Line("ceiling", *series(points), None, "dashed")] if points else []
+    lines = [page.Line("ceiling", *page.series(points), None, "dashed")] if points else []
     for colour, (label, group) in enumerate(groups.items()):
         paths = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
         y, low, high = ([height(cell, path) for cell in group] for path in paths)
-        lines.append(Line(label, [float(c.world_size) for c in group], y, colour, "both", low, high))
+        lines.append(page.Line(label, [float(c.world_size) for c in group], y, colour, "both", low, high))
     return lines
 
 
-def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> Figure:
+def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
     """Plot the parts of each cell's step, without unknown parts."""
-    parts = {name: [finite(at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
+    parts = {name: [finite(page.at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
-    return Figure(
+    return page.Figure(
         f"Where a step's time goes, {mode} scaling",
-        [Bars(head, parts[name]) for name, head in SPLIT.items()],
-        Axis("time of a step", "seconds"),
-        Axis(""),
+        [page.Bars(head, parts[name]) for name, head in SPLIT.items()],
+        page.Axis("time of a step", "seconds"),
+        page.Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
         note="Timed steps, mean over ranks. Exposed communication: time beyond that of the ceiling.",
     )
 
 
-def _bandwidth(scaling: Scaling) -> Figure:
+def _bandwidth(scaling: Scaling) -> page.Figure:
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
-        lines.append(Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both"))
-    x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
+        lines.append(
+            page.Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both")
+        )
+    x_axis, y_axis = (
+        page.Axis("message (bytes)", log=True),
+        page.Axis("bus bandwidth (GB/s, 1e9)", from_zero=True),
+    )
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, the rate on the slowest link."
-    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)
+    return page.Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)
