@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.report import page
-from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time
-from launcher.report.formats import number as finite
+from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time, number
 from launcher.scale import models
 from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
@@ -210,7 +209,7 @@ def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = 
 
 def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
     """Plot the parts of each cell's step, without unknown parts."""
-    parts = {name: [finite(page.at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
+    parts = {name: [number(page.at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     return page.Figure(
         f"Where a step's time goes, {mode} scaling",
