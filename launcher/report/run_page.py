@@ -317,7 +317,7 @@ def _outcome(run: RunFiles) -> list[TableRow]:
         if [name] == accuracies and measured.examples and (share := number(score)) is not None:
             note += f"; 95 % interval {_share_interval(share, measured.examples)}"
         note += "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
-        rows.append(value(score_name(name, measured), score, "decimals", note))
+        rows.append(value(score_name(name, measured), score, "decimal", note))
     interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
@@ -520,7 +520,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
         guessed = sum(seen[j, i] for j in range(count))
         ratios = [hits / n if n else None for n in (guessed, real)]
         f1 = 2 * hits / (guessed + real) if guessed + real else None
-        scores.append(TableRow(name, [*(cell(x, "decimals") for x in (*ratios, f1)), cell(real, "count")]))
+        scores.append(TableRow(name, [*(cell(x, "decimal") for x in (*ratios, f1)), cell(real, "count")]))
         matrix.append(TableRow(name, [cell(seen[i, j], "count") for j in range(count)]))
     tables = [
         page.Table(scores, ("precision", "recall", "f1", "examples"), "Dev examples by class", "class"),

@@ -12,15 +12,10 @@ from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
 LOG_FROM = 16  # largest N / smallest N above which the N axis is logarithmic
-LEVELS: dict[DiagnosisKind, page.Level] = {
-    "out_of_memory": "fail",
-    "failed": "fail",
-    "scales": "ok",
-    "fastest": "ok",
-    "one_repeat": "info",
-    "not_measurable": "info",
-    "intervals_overlap": "info",
-    "no_single_cause": "info",
+LEVELS: dict[page.Level, Sequence[DiagnosisKind]] = {
+    "fail": ("out_of_memory", "failed"),
+    "ok": ("scales", "fastest"),
+    "info": ("one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"),
 }  # all others are losses, shown as warnings
 SPLIT = {
     "data": "data wait",
@@ -109,9 +104,8 @@ def _verdicts(scaling: Scaling) -> list[page.Verdict]:
     verdicts = []
     for (kind, text, hint), notes in cells.items():
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
-        verdicts.append(
-            page.Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes)
-        )
+        level: page.Level = next((level for level, kinds in LEVELS.items() if kind in kinds), "warn")
+        verdicts.append(page.Verdict(level, f"{text[:1].upper()}{text[1:]}.{advice}", notes))
     if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
         verdicts.append(page.Verdict("warn", "Flags: check these numbers before using them.", flags))
     order: Sequence[page.Level] = ("fail", "warn", "ok", "info")
