@@ -1,23 +1,13 @@
 """`bert-dp eval glue`: finetune a pretrained run on GLUE tasks with several seeds; score the dev sets."""
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bert_dp.config import (
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    ExamplesManifest,
-    Issue,
-    batch_layout,
-    peak_lr,
-    read_examples,
-)
-from bert_dp.config.manifest import hash_json
+from bert_dp.config import CheckpointConfig, Config, ConfigError, Issue, batch_layout, peak_lr
+from bert_dp.config.manifest import ExamplesManifest, hash_json, read_examples
 from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
@@ -52,8 +42,7 @@ class PreparedTask(NamedTuple):
     manifest: ExamplesManifest
 
 
-@dataclasses.dataclass(frozen=True)
-class GlueGrid:
+class GlueGrid(NamedTuple):
     """Tasks, options and start of an evaluation."""
 
     start: Pretrained
@@ -65,10 +54,6 @@ class GlueGrid:
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
     left_out: Mapping[str, str]  # task without files -> reason
-
-    @property
-    def seeds(self) -> range:
-        return range(self.base.run.seed, self.base.run.seed + self.options.seeds)
 
 
 def evaluate(
@@ -229,7 +214,8 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
     """Run each task with each seed, adding the results to `ended`. Raises Stopped."""
     # longest first, so that the devices finish together
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
-    planned = [(make_trial(grid, runner.out, task, seed), task) for seed in grid.seeds for task in tasks]
+    seeds = range(grid.base.run.seed, grid.base.run.seed + grid.options.seeds)
+    planned = [(make_trial(grid, runner.out, task, seed), task) for seed in seeds for task in tasks]
     # the time of a trial is proportional to its tokens per epoch
     shares = {trial.name: task.manifest.splits["train"].tokens for trial, task in planned}
     manifests = {trial.name: task.manifest for trial, task in planned}

@@ -1,7 +1,6 @@
 """Test `eval glue` on made trials: scores, medians, the average, the rate, the pages."""
 
 import contextlib
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable
@@ -221,7 +220,7 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
     for step, init, loss in ((250, "checkpoint", 5.25), (750, "checkpoint", None), (250, "random", None)):
         grid = make_grid(GlueOptions(tasks=["RTE"], init=init))
         path = tmp_path / "checkpoints" / f"step-{step:08}"
-        grid = dataclasses.replace(grid, start=dataclasses.replace(grid.start, checkpoint=path, step=step))
+        grid = grid._replace(start=grid.start._replace(checkpoint=path, step=step))
         assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
