@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher import results
+from launcher.plan.scaling import source_of
 from launcher.scale import models
+from tests.plan_fixture import plan, profile
 
 SEQUENCE, STEPS, REPEATS = 128, 50, 3
 PARAMETERS, FLOPS, PEAK = 119_589_889, 6.2e8, 6.5e11
@@ -56,10 +58,12 @@ def scaling(
         "peak": {"datasheet_flops": None, "matmul_flops": PEAK},
         "cells": cells,
         "links": [_link(n) for n in sizes if n > 1],
-        "profile": _profile(),
+        "profile": profile(),
         "verdicts": [_verdict(cell) for cell in ok if cell["world_size"] > 1],
-        "prediction": _prediction(ok) if prediction else None,
     }
+    if prediction:
+        source = source_of(results.parse(data, models.Scaling, "it"), "it")
+        data["prediction"] = results.plain(plan(source, 8, 64))
     return {**data, **changes}
 
 
@@ -153,15 +157,6 @@ def _link(n: int) -> dict[str, Any]:
     return {"world_size": n, "backend": "gloo", "points": points}
 
 
-def _profile() -> dict[str, Any]:
-    ready = [0.04 * (k + 1) for k in range(16)]
-    gradients = [{"name": f"layer {s}", "bytes": 28_311_552, "ready_s": s} for s in ready]
-    times = {"backward_s": 0.66, "optimizer_s": 0.08, "micro_s": 0.97}
-    model = {"micro_batch": 8, "sequence_length": SEQUENCE, "parameters": PARAMETERS}
-    model |= {"num_layers": 16, "hidden_size": 768, "num_heads": 12}
-    return {"device": "CPU", "precision": "fp32", **model, **times, "gradients": gradients}
-
-
 def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
     lost, ceiling = cell["exposed_comm_fraction"], cell["ceiling_efficiency"]
     kind, text, hint = "hardware_ceiling", "hardware ceiling", "the devices slow each other"
@@ -171,29 +166,3 @@ def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
         kind, text, hint = "scales", "scales", "nothing"
     evidence = f"{100 * lost:.1f} % of a step waits for gradients, ceiling {ceiling:.1%}"
     return {"cell": cell["id"], "kind": kind, "verdict": text, "evidence": evidence, "next": hint}
-
-
-def _prediction(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    measured = [
-        {
-            "cell": cell["id"],
-            "measured_step_s": cell["step_time_s"]["median"],
-            "predicted_step_s": cell["step_time_s"]["median"] * 1.01,
-            "ci95": cell["step_time_s"]["ci95"],
-            "within": True,
-            "measured_efficiency": cell["efficiency"],
-            "measured_efficiency_ci95": cell["efficiency_ci95"],
-            "repeats": REPEATS,
-            "predicted_efficiency": cell["efficiency"] / 1.01,
-        }
-        for cell in cells
-    ]
-    figures = {"tensor": 1, "accumulation": 4, "step_time_s": 5.2, "exposed_comm_fraction": 0.03}
-    figures["split_s"] = {"forward_backward": 4.7, "optimizer": 0.3, "straggler": 0.04, "exposed_comm": 0.16}
-    figures["efficiency"] = 0.88
-    rows = [
-        {"world_size": n, "global_batch": 32 * n, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n, **figures}
-        for n in (8, 64)
-    ]
-    notes = ["all-reduce as measured over 2 ranks"]
-    return {"schema_version": 1, "engine": "ddp", "rows": rows, "measured": measured, "assumptions": notes}
