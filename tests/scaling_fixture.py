@@ -8,6 +8,7 @@ from typing import Any
 from launcher import results
 from launcher.plan.scaling import source_of
 from launcher.scale import models
+from launcher.scale.analyze import diagnose
 from tests.plan_fixture import plan, profile
 
 SEQUENCE, STEPS, REPEATS = 128, 50, 3
@@ -46,7 +47,6 @@ def scaling(
         several = [run for run in runs if run["world_size"] > 1 and run["engine"] == engines[0]]
         cells += [_run(mode, "single", 1), *runs, *map(_ceiling, several)]
     cells = [_without_figures(c, *failed[c["id"]]) if failed and c["id"] in failed else c for c in cells]
-    ok = [c for c in cells if c["kind"] == "run" and c["status"] == "ok"]
     data: dict[str, Any] = {
         "schema_version": 1,
         "status": "complete",
@@ -59,11 +59,10 @@ def scaling(
         "cells": cells,
         "links": [_link(n) for n in sizes if n > 1],
         "profile": profile(),
-        "verdicts": [_verdict(cell) for cell in ok if cell["world_size"] > 1],
     }
-    if prediction:
-        source = source_of(results.parse(data, models.Scaling, "it"), "it")
-        data["prediction"] = results.plain(plan(source, 8, 64))
+    made = results.parse(data, models.Scaling, "it")
+    data["verdicts"] = [results.plain(verdict) for verdict in diagnose(made.cells)]
+    data["prediction"] = results.plain(plan(source_of(made, "it"), 8, 64)) if prediction else None
     return {**data, **changes}
 
 
@@ -87,9 +86,9 @@ def _run(mode: str, engine: str, n: int) -> dict[str, Any]:
         "exposed_comm_fraction": lost,
         "exposed_comm_ddp_fraction": lost * 0.96 if engine == "ddp" else None,
         "straggler_ratio": 1.02,
-        "straggler_rank": n - 1 if n > 2 else None,
         "efficiency_ddp1": efficiency / 0.985,
         "ceiling_efficiency": hardware,
+        "ceiling_efficiency_ci95": [hardware - 0.01, hardware + 0.01],
         "communication_efficiency": 1 - lost,
         "communication_efficiency_ci95": [1 - lost - 0.01, 1 - lost + 0.008],
     }
@@ -155,14 +154,3 @@ def _link(n: int) -> dict[str, Any]:
     seconds = {size: size * 2 * (n - 1) / n / bus / 1e9 for size, bus in rates.items()}
     points = [{"bytes": size, "seconds": seconds[size], "busbw_gb_s": bus} for size, bus in rates.items()]
     return {"world_size": n, "backend": "gloo", "points": points}
-
-
-def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
-    lost, ceiling = cell["exposed_comm_fraction"], cell["ceiling_efficiency"]
-    kind, text, hint = "hardware_ceiling", "hardware ceiling", "the devices slow each other"
-    if cell["mode"] == "strong":
-        kind, text, hint = "intervals_overlap", "intervals overlap", "more --repeats or --steps"
-    elif cell["world_size"] == 2:
-        kind, text, hint = "scales", "scales", "nothing"
-    evidence = f"{100 * lost:.1f} % of a step waits for gradients, ceiling {ceiling:.1%}"
-    return {"cell": cell["id"], "kind": kind, "verdict": text, "evidence": evidence, "next": hint}

@@ -35,7 +35,9 @@ def cell_of(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 def test_what_failed_is_said_with_its_cause() -> None:
     oom = ("oom", "rank 1: out of memory\nsecond line")
-    data = scaling(failed={"weak-zero1-n4": oom, "weak-ddp-n4": ("pending", None)}, status="partial")
+    data = scaling(
+        failed={"weak-zero1-n4": oom, "weak-ddp-n4": ("pending", None)}, status="partial", verdicts=[]
+    )
     report = of(data)
     done, total = sum(c["status"] == "ok" for c in data["cells"]), len(data["cells"])
     partial, lost = report.verdicts[:2]
@@ -47,21 +49,21 @@ def test_what_failed_is_said_with_its_cause() -> None:
 
 
 def test_verdicts_stand_once_worst_first() -> None:
-    data = scaling(modes=("weak", "strong"), sizes=(1, 2, 4, 8, 16, 32))
-    lost = {"kind": "out_of_memory", "verdict": "out of memory", "evidence": "e", "next": "n"}
-    data["verdicts"].append({"cell": "c", **lost})
-    data["cells"][0]["flags"] = ["a flag"]
-    report = of(data)
-    assert [(v.level, v.text) for v in report.verdicts] == [
-        ("fail", "Out of memory. Next: n."),
-        ("warn", "Hardware ceiling. Next: the devices slow each other."),
-        ("warn", "Flags: check these numbers before using them."),
-        ("ok", "Scales."),
-        ("info", "Intervals overlap. Next: more --repeats or --steps."),
+    kinds = ("intervals_overlap", "scales", "hardware_ceiling", "out_of_memory", "hardware_ceiling")
+    verdicts = [
+        {"cell": cell, "kind": kind, "verdict": kind.replace("_", " "), "evidence": "e", "next": "do so"}
+        for cell, kind in zip("abcde", kinds, strict=True)
     ]
-    notes = [note for verdict in report.verdicts for note in verdict.notes]
-    assert all(f"{v['cell']}: {v['evidence']}" in notes for v in data["verdicts"])
-    assert "weak-single-n1: a flag" in notes
+    verdicts[1]["next"] = "nothing"
+    data = scaling(verdicts=verdicts)
+    data["cells"][0]["flags"] = ["a flag"]
+    assert [(v.level, v.text, v.notes) for v in of(data).verdicts] == [
+        ("fail", "Out of memory. Next: do so.", ["d: e"]),
+        ("warn", "Hardware ceiling. Next: do so.", ["c: e", "e: e"]),
+        ("warn", "Flags: check these numbers before using them.", ["weak-single-n1: a flag"]),
+        ("ok", "Scales.", ["b: e"]),
+        ("info", "Intervals overlap. Next: do so.", ["a: e"]),
+    ]
 
 
 MANY = [f"engine-{i}" for i in range(20)]
