@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import Config, ExamplesManifest, dump_config
+from bert_dp.config import Config, dump_config
+from bert_dp.config.manifest import ExamplesManifest, with_hash
 from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import GlueGrid, PreparedTask, result_file
@@ -47,8 +48,6 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
     }
     regression = name == "STS-B"
     facts = {
-        "format": "bert-dp-examples",
-        "version": 4,
         "task": name,
         "kind": "regression" if regression else "single_label",
         "labels": [] if regression else ["entailment", "not_entailment"],
@@ -60,9 +59,11 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
         "splits": splits,
         "official": official and not dev_share,
         "dev_share": dev_share,
-        "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest(),
     }
-    return PreparedTask(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
+    given = with_hash(ExamplesManifest, facts) | {
+        "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest()
+    }
+    return PreparedTask(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(given))
 
 
 def make_grid(

@@ -18,15 +18,7 @@ from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
 from launcher.run.trials import SearchOutcome, TrialOutcome
-from tests.glue_fixture import (
-    MadeRunner,
-    evaluation,
-    make_grid,
-    make_task,
-    scored_task,
-    scores_of,
-    write_trial,
-)
+from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, scored_task, write_trial
 from tests.helpers import raised_issues, write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
@@ -97,7 +89,8 @@ def test_the_average_is_the_mean_of_nine_numbers_by_the_metrics_of_the_recipe() 
     tasks = []
     for name, value in values.items():
         task, metric = make_task(name), metrics.get(name, "accuracy")
-        scores = {each: value if each.endswith(f"/{metric}") else 0.95 for each in scores_of(task, 0.0)}
+        names = [score.name for score in scored_task(name, [0.0]).scores]
+        scores = {each: value if each.endswith(f"/{metric}") else 0.95 for each in names}
         trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
         tasks.append(glue_scores.score_task(task.manifest, [trial]))
     average, lacking = glue_scores.average([*tasks, scored_task("WNLI", [0.0])])
