@@ -1,6 +1,5 @@
 """GLUE as small files, prepared tasks as values, and trials as a rank writes them: no number was measured."""
 
-import abc
 import hashlib
 import json
 import math
@@ -98,14 +97,14 @@ def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
-class WritingRunner(Runner, abc.ABC):
+class WritingRunner(Runner):
     """Ends every trial at once with the records that `write` leaves; `limit` trials, then a Ctrl-C."""
 
     def __init__(self, out: Path, limit: float = math.inf):
         self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
 
-    @abc.abstractmethod
-    def write(self, trial: Trial) -> None: ...
+    def write(self, trial: Trial) -> None:
+        raise NotImplementedError
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order

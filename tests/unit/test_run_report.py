@@ -237,14 +237,13 @@ ENDINGS: dict[str, dict[str, Any] | None] = {
     "stopped": {"status": "stopped", "signal": 15, "exit_code": 143},
     "rank killed": {**failed("killed by signal 9", "killed", rank=1), "step": 100},
     "killed": None,
-    "running": None,
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: str) -> None:
     summary = ENDINGS[ending]
-    run = make_run(tmp_path / "a run", num_lines=3 if ending == "running" else 10, summary=summary)
+    run = make_run(tmp_path / "a run", summary=summary)
     if ending == "rank killed":  # its launcher wrote what it knows
         files.write_json(run / "summary.json", summary)
     (run / "checkpoints" / "step-00000100").mkdir(parents=True)
