@@ -216,15 +216,15 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     seeds = range(grid.base.run.seed, grid.base.run.seed + grid.options.seeds)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in seeds for task in tasks]
-    # the time of a trial is proportional to its tokens per epoch
-    shares = {trial.name: task.manifest.splits["train"].tokens for trial, task in planned}
     manifests = {trial.name: task.manifest for trial, task in planned}
-    progress = trials.Progress([*shares.values()], log, len(runner.slots))
+    # the time of a trial is proportional to its tokens per epoch
+    tokens = {name: manifest.splits["train"].tokens for name, manifest in manifests.items()}
+    progress = trials.Progress([*tokens.values()], log, len(runner.slots))
     done = {trial.name for trial, _ in planned if trials.earlier_outcome(trial) is not None}
     if done:
         log(f"resuming: {len(done)} of {len(planned)} trials already done")
     for trial, outcome in runner.run([trial for trial, _ in planned]):
-        manifest, share = manifests[trial.name], shares[trial.name]
+        manifest, share = manifests[trial.name], tokens[trial.name]
         result = glue_scores.read_trial(trial, outcome, manifest)
         ended[manifest.task].append(result)
         if trial.name in done:
