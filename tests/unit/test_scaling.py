@@ -145,9 +145,9 @@ def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str
 
 def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert cores_of(1, 4) == (0, 1)
-    assert cores_of(4, 4) == tuple(range(8))
-    assert cores_of(2, 16) == tuple(range(8))
+    assert [cores_of(grid(), ranks) for ranks in (1, 4)] == [(0, 1), tuple(range(8))]
+    assert cores_of(grid(gpus=(1, 16)), 2) == tuple(range(8))
+    assert cores_of(grid(with_memory(64.0), on_gpu=True), 2) is None
 
 
 def test_settings_that_no_cell_heeds_are_named() -> None:
@@ -400,7 +400,8 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     """A rank with a GPU may use every core."""
     machine = with_memory(64.0, gpus=[environment.Gpu(0, "g", 80.0, None)] * 2)
     made = grid(machine, on_gpu=on_gpu, gpus=(2,), modes=("weak",))
-    cores = {ranks: None if on_gpu else cores_of(ranks, 2) for ranks in (1, 2)}
+    cores = {ranks: cores_of(made, ranks) for ranks in (1, 2)}
+    assert [each is None for each in cores.values()] == [on_gpu] * 2
     said: list[str] = []
     runs = MadeRunner(tmp_path, said.append, on_gpu=on_gpu)
     run_grid(made, runs, said.append)
