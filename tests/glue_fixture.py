@@ -40,7 +40,7 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
             tokens=5 * count,
             truncated=count // 4,
             has_labels=True,
-            in_train=None if split == "train" else 1,
+            in_train=None if split == "train" else 2,
             baseline=None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
         )
         for split, count in counts.items()

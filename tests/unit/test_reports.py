@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from launcher.datasets import shards_report
-from launcher.evaluate.glue_scores import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
 from launcher.report import html
@@ -30,7 +29,6 @@ from launcher.report.page import (
 )
 from launcher.report.run_page import of_directories
 from launcher.scale.scale_page import scale_page
-from tests.glue_fixture import evaluation, scored_task
 from tests.golden.told import REPORTS
 from tests.helpers import failed
 from tests.report_fixture import HOSTILE, make_run, read_page, shown, unfolded, with_strings
@@ -68,9 +66,6 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "shards": lambda path: shards_report(SHARDS, Path("shards")),
     "scaling, begun": lambda path: scale_page(parsed(nulls())),
     "search, begun": lambda path: of(unmeasured()),
-    "glue": lambda path: glue_report(
-        evaluation([scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
-    ),
 }
 
 
