@@ -33,11 +33,6 @@ def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], lis
     return {(row.topic, row.label): [f"{c.text} | {c.note}" for c in row.cells] for row in rows}
 
 
-def numbers_of(report: Report) -> dict[str, str]:
-    """Label of a row -> the value and its note in the first column."""
-    return {label: cells[0] for (_, label), cells in rows_of(report).items()}
-
-
 def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     """tests/golden records the values of every row."""
     report = report_of(tmp_path / "run", energy_j=4096.0, straggler_ratio=1.05)
@@ -143,7 +138,7 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     files.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
     (run / "checkpoints" / "step-00000090").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(make_config("precision=fp32")))
-    rows = numbers_of(of_directories([run]))
+    rows = {label: cells[0] for (_, label), cells in rows_of(of_directories([run])).items()}
     assert rows["held-out loss"].startswith("5.5000 nats")
     assert rows["checkpoint"].startswith("checkpoints/step-00000090")
     unknown = {label for label, cell in rows.items() if cell.startswith("n/a")}
