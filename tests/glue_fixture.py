@@ -1,6 +1,5 @@
 """GLUE as small files, prepared tasks as values, and trials as a rank writes them: no number was measured."""
 
-import abc
 import hashlib
 import json
 import math
@@ -9,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import Config, ExamplesManifest, dump_config
+from bert_dp.config import Config, dump_config
+from bert_dp.config.manifest import ExamplesManifest, with_hash
 from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import GlueGrid, PreparedTask, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from tests.example_files import split_facts
-from tests.helpers import failed, make_config
+from tests.helpers import failed, make_config, write_files
 from tests.shards import SPECIAL
 
 METRICS = {
@@ -40,15 +40,13 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
             tokens=5 * count,
             truncated=count // 4,
             has_labels=True,
-            in_train=None if split == "train" else 1,
+            in_train=None if split == "train" else 2,
             baseline=None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
         )
         for split, count in counts.items()
     }
     regression = name == "STS-B"
     facts = {
-        "format": "bert-dp-examples",
-        "version": 4,
         "task": name,
         "kind": "regression" if regression else "single_label",
         "labels": [] if regression else ["entailment", "not_entailment"],
@@ -60,25 +58,24 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
         "splits": splits,
         "official": official and not dev_share,
         "dev_share": dev_share,
-        "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest(),
     }
-    return PreparedTask(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
+    given = with_hash(ExamplesManifest, facts) | {
+        "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest()
+    }
+    return PreparedTask(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(given))
 
 
 def make_grid(
-    options: GlueOptions,
-    tasks: Iterable[PreparedTask] = (),
-    overrides: Sequence[str] = (),
-    on_gpu: bool = False,
+    options: GlueOptions, tasks: Iterable[PreparedTask] = (), overrides: Sequence[str] = ()
 ) -> GlueGrid:
     """Of a run that is at /run; no file of it is looked at. `overrides`: settings that were given."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights)
-    named = {task.name: task for task in tasks}
+    named = {task.manifest.task: task for task in tasks}
     left_out = {"WNLI": "no WNLI/train.tsv in --data"}
-    return GlueGrid(start, tuple(overrides), options, weights, base, "fp32", on_gpu, named, left_out)
+    return GlueGrid(start, tuple(overrides), options, weights, base, "fp32", False, named, left_out)
 
 
 def write_trial(
@@ -100,14 +97,14 @@ def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
-class WritingRunner(Runner, abc.ABC):
+class WritingRunner(Runner):
     """Ends every trial at once with the records that `write` leaves; `limit` trials, then a Ctrl-C."""
 
     def __init__(self, out: Path, limit: float = math.inf):
         self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
 
-    @abc.abstractmethod
-    def write(self, trial: Trial) -> None: ...
+    def write(self, trial: Trial) -> None:
+        raise NotImplementedError
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order
@@ -132,56 +129,42 @@ class MadeRunner(WritingRunner):
 
     def write(self, trial: Trial) -> None:
         task = self.tasks[str(trial.config.data.path)]
-        found = self.surface(task.name, trial.config)
+        found = self.surface(task.manifest.task, trial.config)
         if isinstance(found, str):
             write_trial(trial, {}, **failed(found, "not_finite"))
         else:
             write_trial(trial, scores_of(task, found))
 
 
-NAN = {"status": "failed", "cause": "NaN"}
-
-
 def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
     """A task whose trials scored these values in every metric; None: failed."""
     source, trials = make_task(name, **task), []
     for seed, value in enumerate(values):
-        end: Any = {"status": "ok", "scores": scores_of(source, value)} if value is not None else NAN
+        end: dict[str, Any] = {"status": "failed", "cause": "NaN"}
+        if value is not None:
+            end = {"status": "ok", "scores": scores_of(source, value)}
         trials.append(GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, **end))
     return glue_scores.score_task(source.manifest, trials[::-1])
 
 
-def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
+def evaluation(tasks: Sequence[GlueTask]) -> Glue:
     """glue.json of these results."""
-    grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
+    grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], seeds=2))
     return result_file(grid, tasks, SearchOutcome("complete"), {})
-
-
-def write_glue(folder: Path, task: str, header: str, rows: Mapping[str, Iterable[str]]) -> None:
-    """TASK/SPLIT.tsv of each split."""
-    (folder / task).mkdir(parents=True, exist_ok=True)
-    for split, lines in rows.items():
-        (folder / task / f"{split}.tsv").write_text("\n".join([header, *lines, ""]))
 
 
 def write_two_tasks(folder: Path, train: int = 24, dev: int = 8, test: int = 3) -> Path:
     """RTE with a test file and WNLI without, of few words."""
     words = "the cat dog sat ran on under a mat bed".split()
-
-    def pairs(count: int, label: Callable[[int], str] | None) -> list[str]:
-        lines = []
+    columns = ["index", "sentence1", "sentence2", "label"]
+    for task, split, count in (
+        *(("RTE", "train", train), ("RTE", "dev", dev), ("RTE", "test", test)),
+        *(("WNLI", "train", train), ("WNLI", "dev", dev)),
+    ):
+        lines = ["\t".join(columns[:3] if split == "test" else columns)]
         for i in range(count):
             texts = [" ".join(words[(i * k) % 10] for k in (1, 3, 7)), words[i % 10]]
-            lines.append("\t".join([str(i), *texts, *([label(i)] if label else [])]))
-        return lines
-
-    def entails(i: int) -> str:
-        return "entailment" if i % 3 else "not_entailment"
-
-    header = "index\tsentence1\tsentence2\tlabel"
-    rte = {"train": pairs(train, entails), "dev": pairs(dev, entails), "test": pairs(test, None)}
-    write_glue(folder, "RTE", header, rte)
-    (folder / "RTE" / "test.tsv").write_text("\n".join([header[: -len("\tlabel")], *rte["test"], ""]))
-    wnli = {split: pairs(n, lambda i: str(i % 2)) for split, n in (("train", train), ("dev", dev))}
-    write_glue(folder, "WNLI", header, wnli)
+            label = str(i % 2) if task == "WNLI" else "entailment" if i % 3 else "not_entailment"
+            lines.append("\t".join([str(i), *texts, *[label] * (split != "test")]))
+        write_files(folder, {f"{task}/{split}.tsv": "\n".join([*lines, ""])})
     return folder

@@ -7,21 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bert_dp import files as record
-from bert_dp.config import (
-    HF,
-    Config,
-    ConfigError,
-    ExamplesManifest,
-    Issue,
-    absolute,
-    hf_directory,
-    parse_overrides,
-    read_examples,
-    read_hf,
-    read_levels,
-    resolve,
-    shipped_configs,
-)
+from bert_dp.config import Config, ConfigError, ExamplesManifest, Issue, read_examples
+from bert_dp.config.hf import HF, hf_directory, read_hf
+from bert_dp.config.load import absolute, parse_overrides, read_levels, resolve, shipped_configs
 from bert_dp.files.models import Summary
 from launcher import children, job, results, stats
 from launcher.machine import environment
@@ -115,8 +103,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> Report:
     return Report("bert-dp: finetuning by seeds", sections=[ReportSection("", tables=[Table(rows)])])
 
 
-@dataclasses.dataclass(frozen=True)
-class Pretrained:
+class Pretrained(NamedTuple):
     """Run, checkpoint and tokenizer from which finetuning starts."""
 
     run: Path  # or one of its checkpoints, as given

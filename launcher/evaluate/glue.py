@@ -1,23 +1,13 @@
 """`bert-dp eval glue`: finetune a pretrained run on GLUE tasks with several seeds; score the dev sets."""
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from bert_dp.config import (
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    ExamplesManifest,
-    Issue,
-    batch_layout,
-    peak_lr,
-    read_examples,
-)
-from bert_dp.config.manifest import hash_json
+from bert_dp.config import CheckpointConfig, Config, ConfigError, Issue, batch_layout, peak_lr
+from bert_dp.config.manifest import ExamplesManifest, hash_json, read_examples
 from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
@@ -45,25 +35,14 @@ class GluePlanFile(PlanFile):
     start: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedTask:
+class PreparedTask(NamedTuple):
     """A task with examples prepared in `path`."""
 
     path: Path
     manifest: ExamplesManifest
 
-    @property
-    def name(self) -> str:
-        return self.manifest.task
 
-    @property
-    def share(self) -> float:
-        """Tokens per epoch; the time of a trial is proportional to them."""
-        return self.manifest.splits["train"].tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class GlueGrid:
+class GlueGrid(NamedTuple):
     """Tasks, options and start of an evaluation."""
 
     start: Pretrained
@@ -75,10 +54,6 @@ class GlueGrid:
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
     left_out: Mapping[str, str]  # task without files -> reason
-
-    @property
-    def seeds(self) -> range:
-        return range(self.base.run.seed, self.base.run.seed + self.options.seeds)
 
 
 def evaluate(
@@ -195,7 +170,7 @@ def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Tria
             "precision": grid.precision,
         }
     )
-    name = f"{task.name}-lr-{peak_lr(config).value}-s{seed}"
+    name = f"{task.manifest.task}-lr-{peak_lr(config).value}-s{seed}"
     return Trial(out / "trials" / name, config, grid.options.ranks)
 
 
@@ -239,22 +214,25 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
     """Run each task with each seed, adding the results to `ended`. Raises Stopped."""
     # longest first, so that the devices finish together
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
-    planned = [(make_trial(grid, runner.out, task, seed), task) for seed in grid.seeds for task in tasks]
-    progress = trials.Progress([task.share for _, task in planned], log, len(runner.slots))
-    task_of = {trial.name: task for trial, task in planned}
+    seeds = range(grid.base.run.seed, grid.base.run.seed + grid.options.seeds)
+    planned = [(make_trial(grid, runner.out, task, seed), task) for seed in seeds for task in tasks]
+    manifests = {trial.name: task.manifest for trial, task in planned}
+    # the time of a trial is proportional to its tokens per epoch
+    tokens = {name: manifest.splits["train"].tokens for name, manifest in manifests.items()}
+    progress = trials.Progress([*tokens.values()], log, len(runner.slots))
     done = {trial.name for trial, _ in planned if trials.earlier_outcome(trial) is not None}
     if done:
         log(f"resuming: {len(done)} of {len(planned)} trials already done")
     for trial, outcome in runner.run([trial for trial, _ in planned]):
-        task = task_of[trial.name]
-        result = glue_scores.read_trial(trial, outcome, task.manifest)
-        ended[task.name].append(result)
+        manifest, share = manifests[trial.name], tokens[trial.name]
+        result = glue_scores.read_trial(trial, outcome, manifest)
+        ended[manifest.task].append(result)
         if trial.name in done:
-            progress.had(task.share)
+            progress.had(share)
         else:
             scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
             line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
-            progress.ended(task.share, outcome.seconds, line)
+            progress.ended(share, outcome.seconds, line)
 
 
 def result_file(

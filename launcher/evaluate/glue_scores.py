@@ -15,22 +15,8 @@ from bert_dp.files.models import HeldOut, StoredModel
 from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.finetune import Pretrained
+from launcher.report import page
 from launcher.report.formats import NA, count_of, format_count, format_lr, format_nats, format_points
-from launcher.report.page import (
-    Column,
-    Quantity,
-    Report,
-    ReportSection,
-    Table,
-    TableCell,
-    TableRow,
-    Verdict,
-    cell,
-    status_verdicts,
-    subtitle,
-    table,
-    words,
-)
 from launcher.results import Measurement
 from launcher.run.trials import Trial, TrialOutcome, TrialStatus, cause, read_summary
 from launcher.stats import half_width
@@ -196,14 +182,14 @@ def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
 
 METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}
 SCORES = (
-    Quantity("median", "median", "points"),
-    Quantity("sd", "deviation", "points"),
-    Quantity("majority", "majority", "points"),
-    Quantity("examples", "dev examples", "count"),
-    Quantity("truncated", "truncated", "count"),
-    Quantity("in_train", "also in train", "count"),
-    Quantity(lambda score: ", ".join(map(format_points, score["seeds"])), "all seeds", "word"),
-    Quantity("remark", "remark", "word"),
+    page.Quantity("median", "median", "points"),
+    page.Quantity("sd", "deviation", "points"),
+    page.Quantity("majority", "majority", "points"),
+    page.Quantity("examples", "dev examples", "count"),
+    page.Quantity("truncated", "truncated", "count"),
+    page.Quantity("in_train", "also in train", "count"),
+    page.Quantity(lambda score: ", ".join(map(format_points, score["seeds"])), "all seeds", "word"),
+    page.Quantity("remark", "remark", "word"),
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
@@ -212,23 +198,23 @@ DIFFERENCE = (
 )
 
 
-def glue_report(glue: Glue) -> Report:
+def glue_report(glue: Glue) -> page.Report:
     """Build the report of one evaluation."""
     seeds, method = count_of(glue.settings.seeds, "seed"), describe_method(glue)
-    left_out = [words(task, reason) for task, reason in glue.left_out.items()]
+    left_out = [page.words(task, reason) for task, reason in glue.left_out.items()]
     rows = [
         (name_score(task, score), {**dict(score), "remark": _remark(task, score)})
         for task in glue.tasks
         for score in task.scores
     ]
-    scores = table(rows, SCORES, title=method, corner="task", empty="no task was evaluated")
-    return Report(
+    scores = page.table(rows, SCORES, title=method, corner="task", empty="no task was evaluated")
+    return page.Report(
         "bert-dp: GLUE",
-        subtitle(glue, [method, f"rate {format_lr(glue.lr)}", seeds]),
-        [*status_verdicts(glue), *_verdicts(glue)],
+        page.subtitle(glue, [method, f"rate {format_lr(glue.lr)}", seeds]),
+        [*page.status_verdicts(glue), *_verdicts(glue)],
         sections=[
-            ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over seeds."]),
-            ReportSection("Omitted", tables=[Table(left_out)], console=bool(left_out)),
+            page.ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over seeds."]),
+            page.ReportSection("Omitted", tables=[page.Table(left_out)], console=bool(left_out)),
         ],
     )
 
@@ -260,22 +246,22 @@ def _remark(task: GlueTask, score: GlueScore) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _verdicts(glue: Glue) -> list[Verdict]:
+def _verdicts(glue: Glue) -> list[page.Verdict]:
     verdicts = []
     if glue.average is not None:
         text = f"GLUE average {format_points(glue.average)} on the dev sets: the mean of nine medians."
-        verdicts.append(Verdict("ok", text, [f"of {', '.join(AVERAGED)}; MNLI counts twice"]))
+        verdicts.append(page.Verdict("ok", text, [f"of {', '.join(AVERAGED)}; MNLI counts twice"]))
     elif glue.not_averaged:
         text = f"No GLUE average without official, complete scores of {', '.join(glue.not_averaged)}."
-        verdicts.append(Verdict("info", text))
+        verdicts.append(page.Verdict("info", text))
     trials = [trial for task in glue.tasks for trial in task.trials]
     if failed := [f"{t.trial}: {t.status}: {t.cause}" for t in trials if t.status != "ok"]:
         text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; medians are over the others."
-        verdicts.append(Verdict("fail", text, failed))
+        verdicts.append(page.Verdict("fail", text, failed))
     return verdicts
 
 
-def compare_report(folders: Sequence[Path]) -> Report:
+def compare_report(folders: Sequence[Path]) -> page.Report:
     """Build the report that compares evaluations with the first one. Raises ConfigError if they have no
     common task or different data."""
     evaluations = [results.read(folder / FILE, Glue) for folder in folders]
@@ -300,33 +286,33 @@ def compare_report(folders: Sequence[Path]) -> Report:
         for score in one.scores:
             medians = [_median(each, score.name) for each in (one, *others)]
             differences = [_difference(one, other, score.name) for other in others]
-            cells = [cell(score.majority, "points"), *medians, *differences]
-            rows.append(TableRow(name_score(one, score), cells))
+            cells = [page.cell(score.majority, "points"), *medians, *differences]
+            rows.append(page.TableRow(name_score(one, score), cells))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
-    scores = Table(rows, [*map(Column, heads)], corner="task")
-    return Report(
+    scores = page.Table(rows, heads, corner="task")
+    return page.Report(
         "bert-dp: GLUE, compared",
         [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
-        sections=[ReportSection("Dev scores", tables=[scores], notes=[DIFFERENCE])],
+        sections=[page.ReportSection("Dev scores", tables=[scores], notes=[DIFFERENCE])],
     )
 
 
-def _median(task: GlueTask, name: str) -> TableCell:
+def _median(task: GlueTask, name: str) -> page.TableCell:
     score = next((score for score in task.scores if score.name == name), None)
     if score is None:
-        return TableCell(NA)
+        return page.TableCell(NA)
     sd = "" if score.sd is None else f" (sd {format_points(score.sd)})"
-    return TableCell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
+    return page.TableCell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
 
 
-def _difference(one: GlueTask, other: GlueTask, name: str) -> TableCell:
+def _difference(one: GlueTask, other: GlueTask, name: str) -> page.TableCell:
     """Return the mean score of `other` minus that of `one` over their common seeds."""
     before, after = (
         {t.seed: t.scores[name] for t in task.trials if name in t.scores} for task in (one, other)
     )
     pairs = [after[seed] - before[seed] for seed in after.keys() & before.keys()]
     if not pairs:
-        return TableCell(NA)
+        return page.TableCell(NA)
     mean = statistics.fmean(pairs)
     interval = f" \u00b1 {100 * half_width(pairs):.1f}" if len(pairs) > 1 else ""
-    return TableCell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)
+    return page.TableCell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)

@@ -14,7 +14,7 @@ from bert_dp.cost import student
 from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.formats import count_of, format_count, format_decimals, format_percent
-from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, show_result, words
+from launcher.report.page import Report, ReportSection, Table, TableCell, TableRow, show_result, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,7 +104,7 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
         f"The same {basis} for every run; \u00b1: half of a 95 % interval over documents, paired for "
         "differences. Nats per token are only comparable within one vocabulary."
     ]
-    section = ReportSection("", tables=[Table(rows, [*map(Column, heads)], corner="run")], notes=notes)
+    section = ReportSection("", tables=[Table(rows, heads, corner="run")], notes=notes)
     return Report("bert-dp: masked language models on text", sections=[section])
 
 

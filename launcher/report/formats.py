@@ -117,18 +117,7 @@ def _three(value: float) -> str:
 
 
 Unit = Literal[
-    "si",
-    "count",
-    "percent",
-    "points",
-    "decimals",
-    "nats",
-    "lr",
-    "gib",
-    "seconds",
-    "ratio",
-    "word",
-    "duration",
+    "si", "count", "percent", "points", "decimal", "nats", "lr", "gib", "seconds", "ratio", "word", "duration"
 ]
 FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "si": format_si,
@@ -136,7 +125,7 @@ FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "percent": format_percent,
     "points": format_points,
     "nats": format_nats,
-    "decimals": format_decimals,
+    "decimal": format_decimals,
     "lr": format_lr,
     "gib": format_gib,
     "seconds": format_step_time,

@@ -40,29 +40,12 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """A highlighted number with its denominator or scope."""
-
-    label: str
-    text: str
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class TableCell:
     """One value of a table."""
 
     text: str
     note: str = ""  # denominator or scope
     exact: float | None = None  # unrounded value
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a table."""
-
-    head: str
-    text: bool = False  # contains words: may be long, aligned left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +63,7 @@ class Table:
     """Rows with labels; without columns, a list of labels and values."""
 
     rows: Sequence[TableRow]
-    columns: Sequence[Column] = ()
+    columns: Sequence[str] = ()  # heads
     title: str = ""
     corner: str = ""  # head above the labels
     empty: str = "none"  # replaces a table without rows
@@ -179,7 +162,7 @@ class Report:
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
-    tiles: Sequence[Tile] = ()
+    tiles: Sequence[TableRow] = ()  # rows with one number to highlight
     sections: Sequence[ReportSection] = ()
     next: str = ""  # suggested next command
 
@@ -206,9 +189,9 @@ def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | 
     return [x for x, _ in kept], [y for _, y in kept]
 
 
-def first_line(text: object, otherwise: str = "cause not recorded") -> str:
-    """Return the first non-empty line of a text, or `otherwise`."""
-    return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
+def first_line(text: object) -> str:
+    """Return the first non-empty line of a cause."""
+    return next((line for line in str(text or "").strip().splitlines() if line), "cause not recorded")
 
 
 def record(title: str, content: Mapping[str, Any]) -> ReportSection:
@@ -279,15 +262,12 @@ class Ratio(Quantity):
         """Return the value; None if it is not measurable."""
         return number(self.of(part))
 
-    def ends(self, part: object) -> str:
-        """Return the ends of the interval: `78.0 % to 82.0 %`."""
-        shown = self.number(part) is not None
-        return format_interval(at(part, self.interval) if shown else None, FORMATS[self.unit])
-
     def text(self, part: object) -> str:
         """Return the value with its interval: `80.0 % [78.0 % to 82.0 %]`."""
-        shown, ends = cell_of(part, self).text, self.ends(part)
-        return shown if ends == NA else f"{shown} [{ends}]"
+        shown, interval = cell_of(part, self).text, at(part, self.interval)
+        if self.number(part) is None or interval is None:
+            return shown
+        return f"{shown} [{format_interval(interval, FORMATS[self.unit])}]"
 
 
 def at(part: object, path: str) -> Any:
@@ -319,10 +299,9 @@ def table(
     corner: str = "",
     empty: str = "none",
 ) -> Table:
-    """Return a table with a row per named part and a column per quantity; words are aligned left."""
+    """Return a table with a row per named part and a column per quantity."""
     named = [TableRow(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
-    heads = [Column(q.head, text=q.unit == "word") for q in quantities]
-    return Table(named, heads, title, corner, empty)
+    return Table(named, [q.head for q in quantities], title, corner, empty)
 
 
 # --- on the console
@@ -382,46 +361,37 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 def _tables(table: Table, console: Console) -> list[RichTable]:
     """Return the table; if too wide, split by columns into parts that fit, each with the row labels."""
     from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     rows = [row for row in table.rows if row.console]
-    if not table.columns:
-        return [_pairs(rows)]
+
+    def grid(columns: Sequence[int]) -> RichTable:
+        made = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        made.add_column(Text(safe(table.corner)), overflow="fold")
+        for i in columns:
+            # numbers are aligned right and stay whole
+            numeric = any(row.cells[i].text[:1] in set("+-0123456789") for row in rows)
+            side: Literal["left", "right"] = "right" if numeric else "left"
+            made.add_column(Text(safe(table.columns[i])), justify=side, overflow="fold", no_wrap=numeric)
+        for row in rows:
+            made.add_row(Text(safe(row.label)), *(Text(safe(row.cells[i].text)) for i in columns))
+        return made
+
+    if not table.columns:  # labels and values with denominators
+        pairs = RichTable(box=None, pad_edge=False, show_header=False)
+        pairs.add_column(no_wrap=True)
+        pairs.add_column(overflow="fold")
+        for row in rows:
+            value, note = row.cells[0].text, row.cells[0].note
+            text = Text.assemble((safe(value), "bold"), safe(f", {note}" if note else ""))
+            pairs.add_row(Text(safe(row.label)), text)
+        return [pairs]
     parts: list[list[int]] = [[]]
     for i in range(len(table.columns)):
-        wider = _grid(table, rows, [*parts[-1], i])
-        width = Measurement.get(console, console.options.update(max_width=1000), wider).maximum
+        options = console.options.update(max_width=1000)
+        width = Measurement.get(console, options, grid([*parts[-1], i])).maximum
         if width > console.width and parts[-1]:
             parts.append([])
         parts[-1].append(i)
-    return [_grid(table, rows, part) for part in parts]
-
-
-def _grid(table: Table, rows: Sequence[TableRow], columns: Sequence[int]) -> RichTable:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    grid = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    heads = [table.columns[i] for i in columns]
-    grid.add_column(Text(safe(table.corner)), overflow="fold")
-    for head in heads:
-        side: Literal["left", "right"] = "left" if head.text else "right"
-        grid.add_column(Text(safe(head.head)), justify=side, overflow="fold", no_wrap=not head.text)
-    for row in rows:
-        cells = [row.cells[i] for i in columns]
-        grid.add_row(Text(safe(row.label)), *(Text(safe(cell.text)) for cell in cells))
-    return grid
-
-
-def _pairs(rows: Sequence[TableRow]) -> RichTable:
-    """Return a list of labels and values with denominators."""
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    grid = RichTable(box=None, pad_edge=False, show_header=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for row in rows:
-        cell = row.cells[0]
-        note = safe(f", {cell.note}" if cell.note else "")
-        grid.add_row(Text(safe(row.label)), Text.assemble((safe(cell.text), "bold"), note))
-    return grid
+    return [grid(part) for part in parts]

@@ -45,7 +45,13 @@ def load(run_dir: Path) -> RunFiles:
     """Read the existing files of a run directory."""
     missing: list[str] = []
     summary = _summary(run_dir / "summary.json", missing)
-    settings = _yaml(run_dir / "config.yaml", missing)
+    settings: dict[str, Any] = {}
+    if (path := run_dir / "config.yaml").exists():
+        try:
+            settings = {str(key): value for key, value in read_yaml(path).items()}
+        except ConfigError as error:
+            problems = [str(issue).removeprefix(f"{path}: ") for issue in error.issues]
+            missing += [f"config.yaml is damaged: {problem}" for problem in problems]
     environment = files.read_json(run_dir / "environment.json") or {}
     config = None
     with contextlib.suppress(ConfigError):
@@ -181,12 +187,3 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     if num_lines != num_read or not num_lines:
         missing.append(f"{path.name} is torn or empty: {num_read:,} complete lines read")
     return kept
-
-
-def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
-    try:
-        return {str(key): value for key, value in read_yaml(path).items()} if path.exists() else {}
-    except ConfigError as error:
-        damage = [str(issue).removeprefix(f"{path}: ") for issue in error.issues]
-        missing += [f"{path.name} is damaged: {problem}" for problem in damage]
-        return {}

@@ -1,8 +1,11 @@
 """Report one run or compare several: outcome, and every number with its denominator."""
 
+import collections
 import contextlib
 import dataclasses
+import json
 import math
+import re
 import shlex
 import signal
 import statistics
@@ -14,10 +17,11 @@ from bert_dp.config import ConfigError, flat, native_issues, resolve
 from bert_dp.config.checks import Kind
 from bert_dp.config.errors import sha256
 from bert_dp.config.schema import CODE
+from bert_dp.cost import GIB
 from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, SequenceLosses, Summary
 from launcher import results, stats
-from launcher.report.classes import class_section
+from launcher.report import page
 from launcher.report.formats import (
     FORMATS,
     NA,
@@ -26,7 +30,6 @@ from launcher.report.formats import (
     format_count,
     format_decimals,
     format_duration,
-    format_gib,
     format_interval,
     format_nats,
     format_percent,
@@ -35,30 +38,7 @@ from launcher.report.formats import (
     number,
     unit_of,
 )
-from launcher.report.page import (
-    Axis,
-    Bars,
-    Column,
-    Figure,
-    Level,
-    Line,
-    ReferenceLine,
-    Report,
-    ReportSection,
-    Style,
-    Table,
-    TableCell,
-    TableRow,
-    Tile,
-    Verdict,
-    cell,
-    first_line,
-    machine_line,
-    record,
-    series,
-    value,
-    words,
-)
+from launcher.report.page import Axis, Figure, Line, TableCell, TableRow, Verdict, cell, value, words
 from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, RunFiles, load
 from launcher.stats import NORMAL
 
@@ -112,39 +92,35 @@ def score_name(name: str, heldout: HeldOut) -> str:
     return name + average
 
 
+HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
+"""Topic and label of the rows that a run's page highlights."""
 MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
-SPLIT = {
-    "setup": "setup",
-    "compile": "compile",
-    **TRAIN_PARTS,
-    "other": "other",
-    "eval": "eval",
-    "save": "save",
-}
+SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
+SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
 """Parts of the wall time in order, with training replaced by its own parts."""
 
 
-def of_directories(run_dirs: Sequence[Path]) -> Report:
+def of_directories(run_dirs: Sequence[Path]) -> page.Report:
     """Report one run directory, or compare several. Accepts crashed and torn ones."""
     runs = [load(run_dir) for run_dir in run_dirs]
     names = [run.name for run in runs]
     for i, run in enumerate(runs):
         if names.count(run.name) > 1:
             runs[i] = dataclasses.replace(run, name=f"{run.name} ({i + 1})")
-    many = len(runs) > 1
+    many, numbers = len(runs) > 1, _numbers(runs)
     named = [(run.name if many else "", run) for run in runs]  # a page of one run does not repeat its name
-    return Report(
+    return page.Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
-        [machine_line(run.environment, name, _devices(run.summary)) for name, run in named],
+        [page.machine_line(run.environment, name, _devices(run.summary)) for name, run in named],
         [Verdict(*_end(run), [*run.missing, *_repeats(run)], name) for name, run in named],
-        [] if many else _tiles(runs[0]),
+        [row for row in numbers.rows if not many and HEADLINES.fullmatch(f"{row.topic} {row.label}")],
         [
             *(_comparison(runs) if many else []),
-            ReportSection("", _figures(runs), console=False),
-            *([] if many else class_section(runs[0].path, flat(runs[0].config).get("finetune.labels") or ())),
-            ReportSection("Numbers", tables=[_numbers(runs)], console=not many),
+            page.ReportSection("", _figures(runs), console=False),
+            *([] if many else _classes(runs[0].path, flat(runs[0].config).get("finetune.labels") or ())),
+            page.ReportSection("Numbers", tables=[numbers], console=not many),
             *[
-                record(f"{title}: {name}" if name else title, content)
+                page.record(f"{title}: {name}" if name else title, content)
                 for name, run in named
                 for title, content in (("Configuration", run.config), ("Environment", run.environment))
             ],
@@ -175,13 +151,13 @@ def _next(run: RunFiles) -> str:
     return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
 
-def _end(run: RunFiles) -> tuple[Level, str]:
+def _end(run: RunFiles) -> tuple[page.Level, str]:
     summary, measured = run.summary, run.heldout
     step = f"step {format_count(summary.step)}"
     if not run.finished:
         return "warn", f"No end recorded: still running or killed. Last logged: {step}."
     if summary.status == "failed":
-        cause = first_line(summary.failure.headline() if summary.failure else None)
+        cause = page.first_line(summary.failure.headline() if summary.failure else None)
         return "fail", f"Failed at {step} (exit code {summary.exit_code}): {cause}"
     if summary.status == "stopped":
         saved = " after a checkpoint" if summary.checkpoint else ""
@@ -216,34 +192,6 @@ def _repeats(run: RunFiles) -> list[str]:
     ]
 
 
-def _tiles(run: RunFiles) -> list[Tile]:
-    summary, ranks, since = run.summary, _ranks(run.summary), _since(run.summary)
-    entropy = f"unigram entropy {format_nats(summary.unigram_entropy_nats)}"
-    loss = loss_text(summary.heldout_loss, run.heldout)
-    rates = [format_si(r, "tokens/s") for r in (summary.tokens_per_s, summary.tokens_per_s_per_gpu)]
-    return [
-        *_score_tile(run.heldout),
-        Tile("Held-out loss", loss, f"{_measured_at(summary)}{basis_of(run.heldout)}; {entropy}"),
-        Tile("Throughput", rates[0], f"summed over {ranks}{since}"),
-        Tile(f"Per {_device(summary)}", rates[1], ranks),
-        Tile("Peak memory", format_gib(summary.peak_memory_gib), f"highest of {ranks}{since}"),
-    ]
-
-
-def _score_tile(heldout: HeldOut) -> list[Tile]:
-    """Return the dev accuracy with its 95 % interval (Wilson 1927), and that of a constant answer."""
-    found = [name for name in heldout.scores or {} if name.startswith("dev") and name.endswith("/accuracy")]
-    n = heldout.examples
-    if len(found) != 1 or not n or (p := number((heldout.scores or {})[found[0]])) is None:
-        return []
-    z = NORMAL**2 / n
-    middle, half = (p + z / 2) / (1 + z), math.sqrt(z * p * (1 - p) + z * z / 4) / (1 + z)
-    interval = format_interval([middle - half, middle + half], format_percent)
-    constant = f"always the most frequent label: {format_percent(heldout.baseline.get(found[0]))}"
-    note = f"95 % interval {interval}, of {count_of(n, 'example')}; {constant}"
-    return [Tile(found[0].replace("/", " "), format_percent(p), note)]
-
-
 # --- figures
 
 
@@ -274,7 +222,7 @@ def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
     """Plot training and held-out loss, and the losses of context-free models. `runs`: comparable runs with
     their numbers on the page."""
     many = len(runs) > 1 or groups > 1
-    style: Style = "dashed" if many else "both"
+    style: page.Style = "dashed" if many else "both"
     lines, levels = [], {}
     for i, run in runs:
         prefix, summary = (f"{run.name}: " if many else ""), run.summary
@@ -282,12 +230,12 @@ def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
         evals = evals or [(summary.tokens, summary.heldout_loss)]
         lines += [
             Line(f"{prefix}training", *_points(run, "loss"), i),
-            Line(f"{prefix}held-out", *series(evals), i if many else 1, style),
+            Line(f"{prefix}held-out", *page.series(evals), i if many else 1, style),
         ]
         for name, nats, _ in _entropies(summary):
             if nats is not None:
                 label = f"{name} {format_ratio(nats)}"
-                levels[label] = ReferenceLine(label, nats)
+                levels[label] = page.ReferenceLine(label, nats)
     first, training = runs[0][1].heldout, runs[0][1].training_unit
     per = "masked token" if first.examples is None else "example"
     apart = "" if training == first.loss_unit else f", of training {training},"
@@ -310,12 +258,12 @@ def _time_split(runs: Sequence[RunFiles]) -> Figure:
         shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
         durations = map(format_duration, seconds)
         texts = [f"{s}, {format_percent(share)}" for s, share in zip(durations, shares, strict=True)]
-        bars.append(Bars(label, shares, texts))
+        bars.append(page.Bars(label, shares, texts))
     return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
 
 
 def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
-    return series([(line.get("tokens"), line.get(key)) for line in run.metrics])
+    return page.series([(line.get("tokens"), line.get(key)) for line in run.metrics])
 
 
 def _split(summary: Summary) -> dict[str, float]:
@@ -330,7 +278,7 @@ def _split(summary: Summary) -> dict[str, float]:
 # --- numbers: the rows of each topic, in TOPICS
 
 
-def _numbers(runs: Sequence[RunFiles]) -> Table:
+def _numbers(runs: Sequence[RunFiles]) -> page.Table:
     """Return a table with a column per run. Rows are joined by label, since failed runs have extra rows."""
     rows = []
     for topic, rows_of in TOPICS.items():
@@ -339,7 +287,7 @@ def _numbers(runs: Sequence[RunFiles]) -> Table:
             members = [column.get(label) for column in columns]
             cells = [row.cells[0] if row else TableCell("") for row in members]
             rows.append(TableRow(label, cells, topic, any(row.console for row in members if row)))
-    return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
+    return page.Table(rows, [run.name for run in runs] if len(runs) > 1 else ())
 
 
 def _outcome(run: RunFiles) -> list[TableRow]:
@@ -360,16 +308,19 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     if summary.restarts:
         last = summary.restarts[-1]
         place = f"step {format_count(last.step)}" if last.step >= 0 else "the start"
-        note = f"the last from {place} on {count_of(last.ranks, 'rank')}: {first_line(last.cause)}"
+        note = f"the last from {place} on {count_of(last.ranks, 'rank')}: {page.first_line(last.cause)}"
         rows.append(value("restarts", len(summary.restarts), "count", note))
+    scores = measured.scores or {}
+    accuracies = [name for name in scores if name.startswith("dev") and name.endswith("/accuracy")]
+    for name, score in scores.items():
+        note, constant = f"split and metric; {basis} in total", measured.baseline.get(name)
+        if [name] == accuracies and measured.examples and (share := number(score)) is not None:
+            note += f"; 95 % interval {_share_interval(share, measured.examples)}"
+        note += "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
+        rows.append(value(score_name(name, measured), score, "decimal", note))
     interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
-    note = f"split and metric; {basis} in total"
-    for name, score in (measured.scores or {}).items():
-        constant = measured.baseline.get(name)
-        more = "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
-        rows.append(value(score_name(name, measured), score, "decimals", f"{note}{more}"))
     if measured.examples is None:  # baselines for the loss of a language model
         for name, entropy, knows in _entropies(summary):
             gap = None if loss is None or entropy is None else entropy - loss
@@ -378,6 +329,13 @@ def _outcome(run: RunFiles) -> list[TableRow]:
             rows.append(value(name, entropy, "nats", note))
     unit = _unit(run.training_unit)
     return [*rows, value("training loss, last", summary.final_loss, unit, "mean over all ranks")]
+
+
+def _share_interval(share: float, n: int) -> str:
+    """Format the 95 % interval of a share of `n` examples (Wilson 1927)."""
+    z = NORMAL**2 / n
+    middle, half = (share + z / 2) / (1 + z), math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
+    return format_interval([middle - half, middle + half], format_percent)
 
 
 def _measured_at(summary: Summary) -> str:
@@ -537,10 +495,44 @@ TOPICS = {
 }
 
 
+# --- classes of a finetuned run
+
+MAX_CLASSES = 50  # of a readable matrix
+
+
+def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
+    """Return tables of the dev examples in predictions.jsonl; [] if they cannot be read."""
+    path, count = run_dir / files.PREDICTIONS, len(labels)
+    if not 2 <= count <= MAX_CLASSES or not path.is_file() or path.stat().st_size > GIB:
+        return []
+    seen: collections.Counter[tuple[int, int]] = collections.Counter()
+    try:
+        with path.open() as lines:
+            for line in map(json.loads, lines):
+                if line["split"].startswith("dev") and line["label"] is not None:
+                    logits = line["logits"]
+                    seen[int(line["label"]), max(range(count), key=logits.__getitem__)] += 1
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return []
+    scores, matrix = [], []
+    for i, name in enumerate(labels):
+        hits, real = seen[i, i], sum(seen[i, j] for j in range(count))
+        guessed = sum(seen[j, i] for j in range(count))
+        ratios = [hits / n if n else None for n in (guessed, real)]
+        f1 = 2 * hits / (guessed + real) if guessed + real else None
+        scores.append(TableRow(name, [*(cell(x, "decimal") for x in (*ratios, f1)), cell(real, "count")]))
+        matrix.append(TableRow(name, [cell(seen[i, j], "count") for j in range(count)]))
+    tables = [
+        page.Table(scores, ("precision", "recall", "f1", "examples"), "Dev examples by class", "class"),
+        page.Table(matrix, labels, "Confusion matrix", "label, by predicted class"),
+    ]
+    return [page.ReportSection("Classes", tables=tables, console=False)]
+
+
 # --- several runs
 
 
-def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
+def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
     """Return the settings that differ, then the runs by held-out loss, with a table per comparable group."""
     groups = _comparable(runs)
     settings, rows = [flat(run.config) for run in runs], []
@@ -548,10 +540,10 @@ def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
         values = [str(setting.get(key, NA)) for setting in settings]
         if len(set(values)) > 1:
             rows.append(TableRow(key, [TableCell(text) for text in values]))
-    differences = Table(rows, [Column(run.name, text=True) for run in runs])
+    differences = page.Table(rows, [run.name for run in runs])
     notes = [APART] if len(groups) > 1 else []
-    ranked = ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
-    return [ReportSection("Settings that differ", tables=[differences]), ranked]
+    ranked = page.ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
+    return [page.ReportSection("Settings that differ", tables=[differences]), ranked]
 
 
 def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
@@ -566,7 +558,7 @@ def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
     return list(groups.values())
 
 
-def _ranking(runs: Sequence[RunFiles]) -> Table:
+def _ranking(runs: Sequence[RunFiles]) -> page.Table:
     """Return a table of runs, lowest held-out loss first, with the difference from the first."""
 
     def loss_of(run: RunFiles) -> float:
@@ -587,7 +579,7 @@ def _ranking(runs: Sequence[RunFiles]) -> Table:
         rows.append(TableRow(run.name, cells))
     scores = [score_name(name, best.heldout) for name in best.heldout.scores or {}]
     heads = ["held-out loss", "difference from the first", *scores, "tokens", "throughput"]
-    return Table(rows, [*map(Column, heads)], corner="run")
+    return page.Table(rows, heads, corner="run")
 
 
 def _difference(best: RunFiles, run: RunFiles) -> TableCell:

@@ -306,9 +306,7 @@ MEASURE_MORE = "more --repeats or --steps"
 
 EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
 CEILING = Ratio("ceiling_efficiency", "ceiling", "percent", "ceiling_efficiency_ci95")
-COMMUNICATION = Ratio(
-    "communication_efficiency", "communication efficiency", "percent", "communication_efficiency_ci95"
-)
+COMMUNICATION = Ratio("communication_efficiency", "comm.", "percent", "communication_efficiency_ci95")
 STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
 
 

@@ -120,7 +120,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
     """Run every unfinished repeat. Cells that failed or ran out of memory are not repeated."""
     cells = {run_dir(runs.out, cell, repeat): cell for cell, repeat in grid.order()}
     pending = [
-        Trial(path, grid.config_of(cell), cell.world_size, _cores(grid, cell.world_size))
+        Trial(path, grid.config_of(cell), cell.world_size, cores_of(grid, cell.world_size))
         for path, cell in cells.items()
     ]
     found = {trial.directory: trials.earlier_outcome(trial) for trial in pending}
@@ -150,18 +150,16 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
         log(f"{name}: no result; to run it again, remove {path}")
 
 
-def cores_of(ranks: int, most: int) -> tuple[int, ...]:
-    """Return the cores for `ranks` CPU ranks, so that each has as many as with `most` ranks.
+def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
+    """Return the cores for `ranks` CPU ranks, so that each has as many as in the largest cell; None = all.
 
-    On a CPU, a device is a share of the cores. Returns all cores if there are fewer cores than `most`.
+    On a CPU, a device is a share of the cores. Returns all cores if there are fewer cores than ranks.
     """
+    if grid.on_gpu:
+        return None
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    share = len(cores) // most
+    share = len(cores) // max(grid.settings.gpus)
     return cores[: ranks * share] if share else cores
-
-
-def _cores(grid: Grid, ranks: int) -> tuple[int, ...] | None:
-    return None if grid.on_gpu else cores_of(ranks, max(grid.settings.gpus))
 
 
 def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
@@ -192,5 +190,5 @@ def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
     for file, model, program, arguments in programs:
         if results.find(runs.out / file, model) is None:
             log(f"{file}: measured on one device")
-            if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
+            if lines := runs.helper(f"bert_dp.measure.{program}", arguments, cores_of(grid, 1)):
                 results.write(runs.out / file, results.parse(lines[-1], model, file))

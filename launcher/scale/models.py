@@ -23,23 +23,10 @@ Share = Annotated[float, Field(ge=0)]
 Mode = Literal["weak", "strong"]
 CellKind = Literal["run", "ceiling"]
 CellStatus = Literal["ok", "oom", "failed", "pending"]
-DiagnosisKind = Literal[
-    "out_of_memory",
-    "failed",
-    "no_baseline",
-    "one_repeat",
-    "not_measurable",
-    "above_baseline",
-    "scales",
-    "intervals_overlap",
-    "no_single_cause",
-    "loader_bound",
-    "straggler",
-    "hardware_ceiling",
-    "communication_bound",
-    "launch_bound",
-    "fastest",
-]
+LossKind = Literal["loader_bound", "straggler", "hardware_ceiling", "communication_bound", "launch_bound"]
+EndKind = Literal["out_of_memory", "failed", "no_baseline", "above_baseline", "scales", "fastest"]
+OpenKind = Literal["one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"]  # no finding
+DiagnosisKind = Literal[LossKind, EndKind, OpenKind]
 
 
 class GridCell(StoredModel):

@@ -1,55 +1,22 @@
 """Build the report of a scaling benchmark: result, figures and verdicts."""
 
-import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time
-from launcher.report.formats import number as finite
-from launcher.report.page import (
-    Axis,
-    Bars,
-    Figure,
-    Level,
-    Line,
-    Quantity,
-    Ratio,
-    ReferenceLine,
-    Report,
-    ReportSection,
-    Table,
-    TableCell,
-    Tile,
-    Verdict,
-    at,
-    cell_of,
-    first_line,
-    machine_line,
-    table,
-)
+from launcher.report import page
+from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time, number
 from launcher.scale import models
 from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
 LOG_FROM = 16  # largest N / smallest N above which the N axis is logarithmic
-LEVELS: dict[DiagnosisKind, Level] = {
-    "out_of_memory": "fail",
-    "failed": "fail",
-    "scales": "ok",
-    "fastest": "ok",
-    "one_repeat": "info",
-    "not_measurable": "info",
-    "intervals_overlap": "info",
-    "no_single_cause": "info",
+LEVELS: dict[page.Level, Sequence[DiagnosisKind]] = {
+    "fail": ("out_of_memory", "failed"),
+    "ok": ("scales", "fastest"),
+    "info": ("one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"),
 }  # all others are losses, shown as warnings
-SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
-EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
-PER_PEAK = (
-    Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
-    Ratio("mamfu", "MAMFU", "percent", "step_time_s.ci95"),
-)
 SPLIT = {
     "data": "data wait",
     "forward_backward": "forward + backward",
@@ -60,7 +27,8 @@ SPLIT = {
 RESULT_NOTE = (
     "Rates over all ranks; speed-up and efficiency (with 95 % interval): relative to single on one rank; "
     "comm.: throughput / ceiling; exposed, data: share of a step spent waiting for gradients, for data; "
-    "slowest: own work of the slowest rank / median; memory: highest peak of any rank. "
+    "slowest: own work of the slowest rank / median; memory: highest peak of any rank; MFU: share of the "
+    "data-sheet peak, MAMFU: of the measured matmul rate. "
     "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
@@ -68,25 +36,28 @@ BANDS = (
 )
 
 
-def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
+def scale_page(scaling: Scaling, folder: Path | None = None) -> page.Report:
     """Return the report of scaling.json, partial or complete."""
-    modes = sorted({cell.mode for cell in _runs(scaling)}, reverse=True)  # weak first
-    by_mode = (_speedup, _efficiency, _step_split)
-    figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
-    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
-    sections = [result, ReportSection("", figures, console=False)]
+    by_mode: dict[Mode, list[CellMeasurement]] = {"weak": [], "strong": []}
+    for cell in _runs(scaling):
+        by_mode[cell.mode].append(cell)
+    modes = [mode for mode, runs in by_mode.items() if runs]
+    figures = [figure for mode in modes for figure in _mode_figures(by_mode[mode], mode)]
+    result = page.ReportSection(
+        "Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)]
+    )
+    sections = [result, page.ReportSection("", [*figures, _bandwidth(scaling)], console=False)]
     if (found := scaling.prediction) is not None:
         title, tables = "Prediction and measurement", [models.compared(found)]
-        sections.append(ReportSection(title, tables=tables, notes=found.assumptions, console=False))
+        sections.append(page.ReportSection(title, tables=tables, notes=found.assumptions, console=False))
     size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
     device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
-    return Report(
+    return page.Report(
         "bert-dp: scaling benchmark",
-        [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
+        [page.machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
-        _tiles(scaling),
-        sections,
+        sections=sections,
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
 
@@ -109,7 +80,7 @@ def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
     )
 
 
-def _ends(scaling: Scaling) -> list[Verdict]:
+def _ends(scaling: Scaling) -> list[page.Verdict]:
     """Return the status of the grid, and the cells without a result or a diagnosis."""
     ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
@@ -117,14 +88,14 @@ def _ends(scaling: Scaling) -> list[Verdict]:
     done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(Verdict("warn", f"Partial: {done}, {pending} not yet run."))
+        verdicts.append(page.Verdict("warn", f"Partial: {done}, {pending} not yet run."))
     if lost:
-        causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
-        verdicts.append(Verdict("fail", f"{done}; these failed:", causes))
+        causes = [f"{c.id}: {c.status}: {page.first_line(c.cause)}" for c in lost]
+        verdicts.append(page.Verdict("fail", f"{done}; these failed:", causes))
     return verdicts
 
 
-def _verdicts(scaling: Scaling) -> list[Verdict]:
+def _verdicts(scaling: Scaling) -> list[page.Verdict]:
     """Return each distinct diagnosis with its cells, and the cells' flags; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
@@ -133,53 +104,37 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
     verdicts = []
     for (kind, text, hint), notes in cells.items():
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
-        verdicts.append(Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes))
+        level: page.Level = next((level for level, kinds in LEVELS.items() if kind in kinds), "warn")
+        verdicts.append(page.Verdict(level, f"{text[:1].upper()}{text[1:]}.{advice}", notes))
     if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
-        verdicts.append(Verdict("warn", "Flags: check these numbers before using them.", flags))
-    order: Sequence[Level] = ("fail", "warn", "ok", "info")
+        verdicts.append(page.Verdict("warn", "Flags: check these numbers before using them.", flags))
+    order: Sequence[page.Level] = ("fail", "warn", "ok", "info")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
-
-
-def _tiles(scaling: Scaling) -> list[Tile]:
-    runs = [c for c in _runs(scaling) if c.tokens_per_s is not None]
-    best = max(runs, key=lambda c: (SPEEDUP.number(c) or 0.0, c.world_size), default=None)
-    peak = scaling.peak
-    sheet = f"{scaling.settings.precision} data-sheet peak"
-    peaks = [sheet if peak.datasheet_flops else "data-sheet peak unknown"]
-    if peak.matmul_flops:
-        peaks.append(f"{peak.precision or ''} measured matmul peak".lstrip())
-    place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
-    speedup, efficiency, sent, *per_peak = (
-        cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
-    )
-    return [
-        Tile("Best speed-up", speedup, place),
-        Tile("Efficiency", efficiency, f"95 % interval {EFFICIENCY.ends(best)}"),
-        Tile("Communication efficiency", sent, f"of the ceiling; 95 % interval {COMMUNICATION.ends(best)}"),
-        Tile("MFU / MAMFU", " / ".join(per_peak), "; ".join(peaks)),
-    ]
 
 
 # --- tables
 
 
-def _result(scaling: Scaling) -> Table:
+def _result(scaling: Scaling) -> page.Table:
     """Return the table of the run cells, without MFU or MAMFU columns if no cell has a value."""
     runs = _runs(scaling)
+    per_peak = [page.Ratio(path, path.upper(), "percent", "step_time_s.ci95") for path in ("mfu", "mamfu")]
     columns = [
-        Quantity("world_size", "N", "count"),
-        Quantity("tokens_per_s", "tokens/s"),
-        Quantity("tokens_per_s_per_gpu", "per rank"),
-        SPEEDUP,
-        Quantity(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
-        dataclasses.replace(COMMUNICATION, head="comm."),
-        EXPOSED,
-        Quantity("data_wait_fraction", "data", "percent"),
+        page.Quantity("world_size", "N", "count"),
+        page.Quantity("tokens_per_s", "tokens/s"),
+        page.Quantity("tokens_per_s_per_gpu", "per rank"),
+        page.Ratio("speedup", "speed-up", "ratio", "efficiency_ci95"),
+        page.Quantity(
+            lambda run: page.TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"
+        ),
+        COMMUNICATION,
+        page.Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95"),
+        page.Quantity("data_wait_fraction", "data", "percent"),
         STRAGGLER,
-        Quantity("peak_memory_gib", "memory", "gib"),
-        *[ratio for ratio in PER_PEAK if any(ratio.of(run) for run in runs)],
+        page.Quantity("peak_memory_gib", "memory", "gib"),
+        *[ratio for ratio in per_peak if any(ratio.of(run) for run in runs)],
     ]
-    return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
+    return page.table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
 
 
 def _agreement(scaling: Scaling) -> list[str]:
@@ -198,86 +153,79 @@ def _agreement(scaling: Scaling) -> list[str]:
 # --- figures
 
 
-def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[CellMeasurement]]:
-    """Return the run cells by engine and tensor size (one line each), ordered by number of ranks."""
-    groups: dict[str, list[CellMeasurement]] = {}
-    for cell in sorted(_runs(scaling), key=lambda cell: cell.world_size):
+def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figure]:
+    """Plot speed-up, efficiency and the parts of a step of the run cells of a mode."""
+    groups: dict[str, list[CellMeasurement]] = {}  # by engine and tensor size: one line each
+    for cell in sorted(runs, key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
-        if cell.mode == mode:
-            groups.setdefault(label, []).append(cell)
-    return groups
+        groups.setdefault(label, []).append(cell)
+    sizes = sorted({float(cell.world_size) for cell in runs})
+    x = page.Axis("N, ranks", "count", sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+    label = "speed-up, throughput / throughput of one rank"
+    return [
+        page.Figure(
+            f"Speed-up, {mode} scaling",
+            [page.Line("ideal", sizes, sizes, None, "dotted"), *_curves(groups, times_n=True)],
+            x,
+            page.Axis(label, "ratio", x.log, not x.log, sizes if x.log else ()),
+            note=f"{BANDS} Ceiling: the same number of ranks without any collectives.",
+        ),
+        page.Figure(
+            f"Efficiency, {mode} scaling",
+            _curves(groups),
+            x,
+            page.Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
+            levels=[page.ReferenceLine("100 %", 1.0)],
+            note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
+        ),
+        _step_split([cell for cells in groups.values() for cell in cells if cell.split_s], mode),
+    ]
 
 
-def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
-    sizes = sorted({float(cell.world_size) for cell in _runs(scaling) if cell.mode == mode})
-    return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
-
-
-def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
-    """Return a line of efficiency with intervals per engine; `times_n` converts it into a speed-up."""
+def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[page.Line]:
+    """Return the efficiency of the ceiling, common to all engines, and of each engine with its intervals;
+    `times_n` converts them into speed-ups."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
-        value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
+        value = page.at(cell, path) if EFFICIENCY.number(cell) is not None else None
         return value and value * (cell.world_size if times_n else 1)
 
-    paths, lines = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high"), []
-    for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
-        y, low, high = ([height(cell, path) for cell in cells] for path in paths)
-        lines.append(Line(label, [float(c.world_size) for c in cells], y, colour, "both", low, high))
+    cells = [cell for group in groups.values() for cell in group]
+    heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
+    points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
+    lines = [page.Line("ceiling", *page.series(points), None, "dashed")] if points else []
+    for colour, (label, group) in enumerate(groups.items()):
+        paths = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
+        y, low, high = ([height(cell, path) for cell in group] for path in paths)
+        lines.append(page.Line(label, [float(c.world_size) for c in group], y, colour, "both", low, high))
     return lines
 
 
-def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
-    """Return the line of the ceiling, common to all engines of a mode."""
-    cells = [cell for cell in _runs(scaling) if cell.mode == mode]
-    heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
-    points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
-    return [Line("ceiling", [x for x, _ in points], [y for _, y in points], None, "dashed")] if points else []
-
-
-def _speedup(scaling: Scaling, mode: Mode) -> Figure:
-    x = _ranks_axis(scaling, mode)
-    sizes = list(x.ticks)
-    ideal = Line("ideal", sizes, sizes, None, "dotted")
-    lines = [ideal, *_ceiling_line(scaling, mode, times_n=True), *_lines(scaling, mode, times_n=True)]
-    label = "speed-up, throughput / throughput of one rank"
-    y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
-    note = f"{BANDS} Ceiling: the same number of ranks without any collectives."
-    return Figure(f"Speed-up, {mode} scaling", lines, x, y, note=note)
-
-
-def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
-    return Figure(
-        f"Efficiency, {mode} scaling",
-        [*_ceiling_line(scaling, mode), *_lines(scaling, mode)],
-        _ranks_axis(scaling, mode),
-        Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
-        levels=[ReferenceLine("100 %", 1.0)],
-        note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
-    )
-
-
-def _step_split(scaling: Scaling, mode: Mode) -> Figure:
-    """Plot the parts of each run cell's step, without unknown parts."""
-    cells = [cell for cells in _groups(scaling, mode).values() for cell in cells if cell.split_s]
-    parts = {name: [finite(at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
+def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
+    """Plot the parts of each cell's step, without unknown parts."""
+    parts = {name: [number(page.at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
-    return Figure(
+    return page.Figure(
         f"Where a step's time goes, {mode} scaling",
-        [Bars(head, parts[name]) for name, head in SPLIT.items()],
-        Axis("time of a step", "seconds"),
-        Axis(""),
+        [page.Bars(head, parts[name]) for name, head in SPLIT.items()],
+        page.Axis("time of a step", "seconds"),
+        page.Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
         note="Timed steps, mean over ranks. Exposed communication: time beyond that of the ceiling.",
     )
 
 
-def _bandwidth(scaling: Scaling) -> Figure:
+def _bandwidth(scaling: Scaling) -> page.Figure:
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
-        lines.append(Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both"))
-    x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
+        lines.append(
+            page.Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both")
+        )
+    x_axis, y_axis = (
+        page.Axis("message (bytes)", log=True),
+        page.Axis("bus bandwidth (GB/s, 1e9)", from_zero=True),
+    )
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, the rate on the slowest link."
-    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)
+    return page.Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cli import bert_dp, interrupted, refused, tiny
+from tests.e2e.cli import bert_dp, interrupted, refused, tiny, trials_done
 from tests.helpers import logged, read_json, read_lines
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step

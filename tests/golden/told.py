@@ -11,6 +11,7 @@ from typing import Any
 
 from bert_dp import files
 from launcher import results
+from launcher.evaluate.glue_scores import glue_report
 from launcher.plan.scaling import plan_page
 from launcher.report.formats import number
 from launcher.report.page import Bars, Figure, Line, Report
@@ -21,6 +22,7 @@ from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests import tune_fixture
+from tests.glue_fixture import evaluation, scored_task
 from tests.helpers import failed
 from tests.plan_fixture import plan, source
 from tests.report_fixture import figures_of, make_run
@@ -28,9 +30,16 @@ from tests.scaling_fixture import ENVIRONMENT, scaling
 
 UNIT = r" ?%| (?:[kMGT](?:B|FLOP/s|J)?|us|ms|s|min|h)\b"
 NUMBER = re.compile(rf"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:{UNIT})?(?![0-9A-Za-z])")
-FAILED = {**failed("no", rank=1, fix=["do"], log="l"), "step": 90}
+WHERE = {"rank": 1, "where": "a.py:1", "source": "in f: g()", "log": "l"}
+CAUSE = failed("no", explanation=["so"], fix=["do", "or do"], consequences=["rank 2 followed"], **WHERE)
+FAILED = {**CAUSE, "step": 90}
 RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
 RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
+SPENT = {"device_hours": 2.0, "dollars": 7.2, "kwh": 1.43, "co2_kg": 0.572, "energy_origin": "stated"}
+RARE |= {"spent": SPENT, "metrics": {"host_memory_gib": 1.5, "lost_share": 0.25}, "since_step": 90}
+RARE |= {"command_s": 121.25, "restarts": [{"date": "d", "step": 5, "ranks": 2, "cause": "c"}]}
+SCORED = {"loss": 0.5, "loss_unit": "squared error", "scores": {"dev/accuracy": 0.8, "dev/f1": 0.75}}
+SCORED |= {"examples": 100, "f1_average": "macro", "baseline": {"dev/accuracy": 0.6}}
 PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "precision": "bf16"}
 LOST: dict[str, tuple[str, str | None]] = {"weak-zero1-n4": ("oom", "no"), "weak-ddp-n4": ("pending", None)}
 
@@ -55,8 +64,20 @@ def of_rate(**changes: Any) -> Report:
     return lr_page(TuneLr.model_validate(tune_fixture.lr(**changes)), Path("OUT"))
 
 
+def of_glue() -> Report:
+    """Subsets, failed trials, and trials with one answer only."""
+    mrpc, mnli = scored_task("MRPC", [0.68, 0.68], official=False), scored_task("MNLI", [0.5, 0.7])
+    rte = scored_task("RTE", [0.25, None])
+    for trial in (*mrpc.trials, rte.trials[0]):
+        trial.one_class.append("dev")
+    mnli.trials[0].one_class.append("dev_mismatched")
+    changes = {"left_out": {"QQP": "not among --tasks"}, "heldout_loss": 2.5}
+    return glue_report(evaluation([mrpc, mnli, rte]).model_copy(update=changes))
+
+
 REPORTS: dict[str, Callable[[Path], Report]] = {
-    "run": lambda path: of_directories([run(path / "run", {})]),
+    "run": lambda path: of_directories([run(path / "run", {"command_s": 121.25})]),
+    "finetuned run": lambda path: of_directories([run(path / "run", {"heldout": SCORED, "compiled": True})]),
     "unusual run": lambda path: of_directories([run(path / "run", RARE)]),
     "runs": lambda path: of_directories(
         [run(path / "a", {}), run(path / "failed", FAILED), run(path / "other", {"heldout_loss": 6.26})]
@@ -68,6 +89,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "rate": lambda path: of_rate(),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
     "plan": lambda path: plan_page(plan(source(), 1, 2, 4)),
+    "glue": lambda path: of_glue(),
 }
 
 
@@ -84,7 +106,9 @@ def _of_report(report: Report) -> dict[str, Any]:
     tables = [(s.title, t) for s in report.sections if not s.folded for t in s.tables]
     return {
         "subtitle": numbers_in(*report.subtitle),
-        "tiles": {tile.label: numbers_in(tile.text, tile.note) for tile in report.tiles},
+        "tiles": {
+            tile.label: numbers_in(*(f"{c.text} {c.note}" for c in tile.cells)) for tile in report.tiles
+        },
         "verdicts": [f"{v.level} {numbers_in(v.text, *v.notes)}" for v in report.verdicts],
         "notes": {s.title: numbers_in(*s.notes) for s in report.sections if s.notes},
         "tables": {

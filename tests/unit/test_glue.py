@@ -1,7 +1,6 @@
 """Test `eval glue` on made trials: scores, medians, the average, the rate, the pages."""
 
 import contextlib
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable
@@ -19,15 +18,7 @@ from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
 from launcher.run.trials import SearchOutcome, TrialOutcome
-from tests.glue_fixture import (
-    MadeRunner,
-    evaluation,
-    make_grid,
-    make_task,
-    scored_task,
-    scores_of,
-    write_trial,
-)
+from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, scored_task, write_trial
 from tests.helpers import raised_issues, write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
@@ -98,12 +89,17 @@ def test_the_average_is_the_mean_of_nine_numbers_by_the_metrics_of_the_recipe() 
     tasks = []
     for name, value in values.items():
         task, metric = make_task(name), metrics.get(name, "accuracy")
-        scores = {each: value if each.endswith(f"/{metric}") else 0.95 for each in scores_of(task, 0.0)}
+        names = [score.name for score in scored_task(name, [0.0]).scores]
+        scores = {each: value if each.endswith(f"/{metric}") else 0.95 for each in names}
         trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
         tasks.append(glue_scores.score_task(task.manifest, [trial]))
     average, lacking = glue_scores.average([*tasks, scored_task("WNLI", [0.0])])
     assert lacking == []
     assert average == pytest.approx((sum(values.values()) + values["MNLI"]) / 9)
+    whole = evaluation(tasks)
+    assert (whole.average, glue_report(whole).verdicts[0].level) == (average, "ok")
+    stopped = result_file(make_grid(GlueOptions(seeds=2)), tasks, SearchOutcome("partial"), {})
+    assert (stopped.status, stopped.average) == ("partial", None)
 
 
 @pytest.mark.parametrize(
@@ -124,26 +120,38 @@ def options(*tasks: str) -> GlueOptions:
     return GlueOptions(tasks=list(tasks), seeds=2)
 
 
-def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: Path) -> None:
-    rte, mrpc = make_task("RTE", examples=4), make_task("MRPC", examples=40)
-    runner = MadeRunner(tmp_path, [rte, mrpc], lambda name, config: 0.5 + config.run.seed / 10)
-    ended: dict[str, list[GlueTrial]] = {"MRPC": [], "RTE": []}
-    glue.finetune_all(make_grid(options("MRPC", "RTE"), [rte, mrpc]), runner, print, ended)
-    names = sorted(trial.name for trial in runner.ran)
-    assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
-    (score,) = glue_scores.score_task(rte.manifest, ended["RTE"]).scores
-    assert score.seeds == [0.5, 0.6]
-    for config in (trial.config for trial in runner.ran):
-        assert config.run.init_from == "/run/checkpoints/step-00000005"
-        assert (config.checkpoint.keep, config.precision) == (0, "fp32")
-
-
 def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
     given = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]")
     mnli = make_task("MNLI")
     config = glue.make_trial(make_grid(options("MNLI"), [mnli], given), tmp_path, mnli, 0).config
     assert (config.checkpoint.keep, config.log.to) == (0, ())
     assert peak_lr(config).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("scores", "status", "code"), [([0.5, 0.6], "complete", 0), ([None, None], "failed", 1)]
+)
+def test_every_task_runs_with_every_seed_and_an_evaluation_ends_as_its_trials_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float | None], status: str, code: int
+) -> None:
+    tasks = [make_task("MRPC", examples=40), make_task("RTE", examples=4)]
+    runner = MadeRunner(tmp_path, tasks, lambda name, config: scores[config.run.seed] or "loss is NaN")
+    monkeypatch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
+    plan = GluePlanFile(config_hash="abc", settings={}, start={})
+    output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
+    file, ended = glue.run_trials(make_grid(options("MRPC", "RTE"), tasks), output, print)
+    assert (file.status, ended, file.average) == (status, code, None)
+    assert [task.task for task in file.tasks] == ["MRPC", "RTE"]
+    assert [score.seeds for task in file.tasks for score in task.scores] == [scores] * 3
+    failures = [f"{trial.trial}: failed: loss is NaN" for task in file.tasks for trial in task.trials]
+    assert glue_report(file).verdicts[-1].notes == (failures if code else ())
+    assert file.seconds == sum(trial.seconds for task in file.tasks for trial in task.trials) > 0
+    assert results.plain(results.read(tmp_path / "glue.json", Glue)) == results.plain(file)
+    names = sorted(trial.name for trial in runner.ran)
+    assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
+    for config in (trial.config for trial in runner.ran):
+        assert config.run.init_from == "/run/checkpoints/step-00000005"
+        assert (config.checkpoint.keep, config.precision) == (0, "fp32")
 
 
 MISSING = {name: ["QQP/train.tsv", "QQP/dev.tsv"] if name == "QQP" else [] for name in (*EIGHT, "WNLI")}
@@ -176,66 +184,18 @@ def texts(report: Report, section: str) -> dict[str, list[str]]:
     return {row.label: [cell.text for cell in row.cells] for row in table.rows}
 
 
-def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
-    tasks = [
-        scored_task("MRPC", [0.68, 0.68], official=False),
-        scored_task("MNLI", [0.5, 0.7]),
-        scored_task("RTE", [0.25, None]),
-    ]
-    for trial in (*tasks[0].trials, tasks[2].trials[0]):
-        trial.one_class.append("dev")
-    tasks[1].trials[0].one_class.append("dev_mismatched")
-    left_out = {"QQP": "not among --tasks"}
-    changes = {"left_out": left_out, "heldout_loss": 2.5}
-    report = glue_report(evaluation(tmp_path, tasks).model_copy(update=changes))
-    rows = texts(report, "Dev scores")
-    mrpc, mnli = ("MRPC accuracy", "MRPC F1"), ("MNLI matched accuracy", "MNLI mismatched accuracy")
-    assert tuple(rows) == (*mrpc, *mnli, "RTE accuracy")
-    assert rows["MNLI matched accuracy"] == ["60.0", "14.1", "40.0", "4", "1", "1", "50.0, 70.0", ""]
-    assert rows["MNLI mismatched accuracy"][-1] == "one answer in 1 of 2"
-    assert rows["MRPC F1"][-1] == "subset, one answer in 2 of 2"
-    limits = "1 of 2 failed, one answer in 1 of 2"
-    assert rows["RTE accuracy"] == ["25.0", "n/a", "40.0", "4", "1", "1", "25.0, n/a", limits]
-    assert [verdict.level for verdict in report.verdicts] == ["info", "fail"]
-    assert report.verdicts[1].notes == ["RTE-s1: failed: NaN"]
-    assert texts(report, "Omitted") == {"QQP": ["not among --tasks"]}
-    assert "2.5000 nats" in report.subtitle[1]
-
-
-@pytest.mark.parametrize(("score", "status", "code"), [(0.5, "complete", 0), ("loss is NaN", "failed", 1)])
-def test_an_evaluation_ends_as_its_trials_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, score: float | str, status: str, code: int
-) -> None:
-    task = make_task("RTE")
-    runner = MadeRunner(tmp_path, [task], lambda *_: score)
-    monkeypatch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
-    plan = GluePlanFile(config_hash="abc", settings={}, start={})
-    output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
-    file, ended = glue.run_trials(make_grid(options("RTE"), [task]), output, print)
-    assert (file.status, ended, file.average) == (status, code, None)
-    assert file.seconds == sum(trial.seconds for trial in file.tasks[0].trials) > 0
-    assert results.plain(results.read(tmp_path / "glue.json", Glue)) == results.plain(file)
-
-
-def test_only_a_complete_evaluation_has_an_average(tmp_path: Path) -> None:
-    glue = evaluation(tmp_path, [scored_task(name, [0.5, 0.7]) for name in EIGHT])
-    assert (glue.average, glue_report(glue).verdicts[0].level) == (pytest.approx(0.6), "ok")
-    stopped = result_file(make_grid(GlueOptions(seeds=2)), glue.tasks, SearchOutcome("partial"), {})
-    assert (stopped.status, stopped.average) == ("partial", None)
-
-
 def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
     write_lines(tmp_path / "evals.jsonl", [{"step": 250, "loss": 5.25}, {"step": 500, "loss": 4.5}])
     for step, init, loss in ((250, "checkpoint", 5.25), (750, "checkpoint", None), (250, "random", None)):
         grid = make_grid(GlueOptions(tasks=["RTE"], init=init))
         path = tmp_path / "checkpoints" / f"step-{step:08}"
-        grid = dataclasses.replace(grid, start=dataclasses.replace(grid.start, checkpoint=path, step=step))
+        grid = grid._replace(start=grid.start._replace(checkpoint=path, step=step))
         assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
 def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:
     folder.mkdir(parents=True)
-    results.write(folder / "glue.json", evaluation(folder, tasks).model_copy(update=changes))
+    results.write(folder / "glue.json", evaluation(tasks).model_copy(update=changes))
     return folder
 
 
@@ -250,7 +210,7 @@ def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None
     report = compare_report([one, other, third, fourth])
     (table,) = report.sections[0].tables
     heads = ["majority", "a", "b", "c", "d", "b - a", "c - a", "d - a"]
-    assert [column.head for column in table.columns] == heads
+    assert table.columns == heads
     # +0.1, +0.2 and +0.05: mean 0.1167, deviation 0.0764, times 4.303 / sqrt(3)
     medians = ["60.0 (sd 8.2)", "75.0 (sd 8.7)", "25.0", "n/a"]
     expected = ["40.0", *medians, "+11.7 \u00b1 19.0", "-35.0", "n/a"]

@@ -1,4 +1,4 @@
-"""The numbers of ten fixed reports are the recorded ones."""
+"""The numbers of fixed reports are the recorded ones."""
 
 from tests.golden.__main__ import check
 

@@ -84,8 +84,8 @@ def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -
 def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     report = json.loads(here("report", str(run), "--json").stdout)
-    tiles = {tile["label"]: tile["text"] for tile in report["tiles"]}
-    assert (report["verdicts"][0]["level"], tiles["Held-out loss"]) == ("ok", "6.2500 nats ± 0.0392")
+    tiles = {tile["label"]: tile["cells"][0]["text"] for tile in report["tiles"]}
+    assert (report["verdicts"][0]["level"], tiles["held-out loss"]) == ("ok", "6.2500 nats ± 0.0392")
     assert not (run / "report.html").exists()
 
 

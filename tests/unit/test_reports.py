@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher import results
 from launcher.datasets import shards_report
-from launcher.evaluate.glue_scores import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
-from launcher.plan.scaling import plan_page
 from launcher.report import html
 from launcher.report.figures import HOVER, drawing
 from launcher.report.page import (
     Axis,
     Bars,
-    Column,
     Figure,
     Line,
     Report,
@@ -32,13 +28,12 @@ from launcher.report.page import (
     show_report,
 )
 from launcher.report.run_page import of_directories
-from launcher.scale import models
 from launcher.scale.scale_page import scale_page
-from tests.glue_fixture import evaluation, scored_task
+from tests.golden.told import REPORTS
 from tests.helpers import failed
 from tests.report_fixture import HOSTILE, make_run, read_page, shown, unfolded, with_strings
-from tests.scaling_fixture import nulls, scaling
-from tests.tune_fixture import batch, lr, unmeasured
+from tests.scaling_fixture import nulls
+from tests.tune_fixture import unmeasured
 from tests.unit.test_scale_page import parsed
 from tests.unit.test_tune_page import of
 
@@ -60,28 +55,17 @@ SHARDS: dict[str, Any] = {
     "samples": ["a [bold]sample[/bold]\x1b[31m\nof text", "x" * 1000],
     "problems": [],
 }
-PREDICTION = scaling(prediction=True)["prediction"]
 FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
 FAILED = failed("no", rank=1, fix=["do", "or do"])
 
 MAKERS: dict[str, Callable[[Path], Report]] = {
-    "run": lambda path: of_directories([make_run(path / "run")]),
+    **REPORTS,
     "failed run": lambda path: of_directories([make_run(path / "run", summary=FAILED)]),
-    "runs": lambda path: of_directories(
-        [make_run(path / "a" / "run"), make_run(path / "b" / "run", summary=FAILED, seed=7)]
-    ),
     "empty run": lambda path: of_directories([path]),
     "doctor": lambda path: doctor_report(probe(path), FINDINGS),
     "shards": lambda path: shards_report(SHARDS, Path("shards")),
-    "scaling": lambda path: scale_page(parsed(scaling(modes=("weak", "strong"), prediction=True))),
     "scaling, begun": lambda path: scale_page(parsed(nulls())),
-    "batch": lambda path: of(batch()),
-    "rate": lambda path: of(lr()),
     "search, begun": lambda path: of(unmeasured()),
-    "glue": lambda path: glue_report(
-        evaluation(path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
-    ),
-    "plan": lambda path: plan_page(results.parse(PREDICTION, models.Prediction, "plan")),
 }
 
 
@@ -159,24 +143,19 @@ def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
     assert drawn["line"]["color"] == "c1"
 
 
-def test_bars_are_stacked_in_their_rows_from_the_top_down() -> None:
-    page = read_page(of_figure(Bars("x", [1.0, 2.0]), Bars("y", [3.0, None]), rows=("a", "b")))
-    assert [trace["x"] for trace in page.data[0]["data"]] == [[1.0, 2.0], [3.0, 0.0]]
-    layout = page.data[0]["layout"]
-    assert [note["text"] for note in layout["annotations"]] == ["a", "b"]
-    low, high = layout["yaxis"]["range"]
-    assert low > 1 > 0 > high
-
-
 def test_a_pointer_tells_the_value_its_interval_and_its_place_in_their_units() -> None:
     line = Line("ddp", [2.0, 4.0], [0.5, 0.25], low=[0.4, None], high=[0.6, None])
     figure = Figure("t", [line], Axis("N", "count"), Axis("y", "percent"))
     (drawn,) = [each for each in drawing(figure)["data"] if "text" in each]
     assert drawn["text"] == ["ddp: 50.0 % [40.0 %, 60.0 %] at 2", "ddp: 25.0 % at 4"]
-    bars = [Bars("a", [0.5, 1.5]), Bars("b", [0.25, 1.0], ["one", "two"])]
-    figure = Figure("t", bars, Axis("time", "seconds"), Axis(""), ["x", "y"])
-    texts = [text for each in drawing(figure)["data"] for text in each["text"]]
+    bars = [Bars("a", [0.5, 1.5]), Bars("b", [0.25, None], ["one", "two"])]
+    drawn = drawing(Figure("t", bars, Axis("time", "seconds"), Axis(""), ["x", "y"]))
+    texts = [text for each in drawn["data"] for text in each["text"]]
     assert texts == ["x, a: 500 ms", "y, a: 1.50 s", "x, b: one", "y, b: two"]
+    assert [trace["x"] for trace in drawn["data"]] == [[0.5, 1.5], [0.25, 0.0]]
+    assert [note["text"] for note in drawn["layout"]["annotations"]] == ["x", "y"]
+    low, high = drawn["layout"]["yaxis"]["range"]
+    assert low > 1 > 0 > high, "from the top down"
 
 
 def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> None:
@@ -214,7 +193,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
 def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None:
     heads = [f"a long head {i}" for i in range(6)]
     rows = [TableRow(name, [TableCell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
-    table = Table(rows, [Column(head) for head in heads], title="wide", corner="cell")
+    table = Table(rows, heads, title="wide", corner="cell")
     report = Report("r", sections=[ReportSection("", tables=[table])])
     text = unfolded(shown(report, 60))
     assert text.count("cell ") > 1

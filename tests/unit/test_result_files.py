@@ -43,7 +43,7 @@ FILES = [
     (tune_fixture.lr(), TuneLr),
     (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), models.Scaling),
     (scaling_fixture.nulls(), models.Scaling),
-    (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), Glue),
+    (results.plain(evaluation([scored_task("RTE", [0.5, None])])), Glue),
 ]
 
 
