@@ -29,15 +29,7 @@ from tokenizers import Tokenizer
 
 from bert_dp import files
 from bert_dp.config import BuildConfig, Config, ConfigError, Issue, Manifest, load_config, read_manifest
-from bert_dp.config.manifest import (
-    ANY_LANGUAGE,
-    REFUSED_LOSS,
-    SourceFile,
-    format_of,
-    hash_json,
-    loss_warnings,
-    with_hash,
-)
+from bert_dp.config import manifest as manifests
 from bert_dp.data import readers as inputs
 from bert_dp.data import shards
 from bert_dp.data import tokenizer as tokens
@@ -101,7 +93,7 @@ def build(
             if before != [*map(inputs.identity, found)]:
                 message = "a source changed while it was being read"
                 raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
-    for line in (*filter_warnings(manifest), *loss_warnings(manifest.sources)):
+    for line in (*filter_warnings(manifest), *manifests.loss_warnings(manifest.sources)):
         tell(f"warning: {line}", 0, 0)
     return manifest
 
@@ -132,14 +124,14 @@ def cache_dir(config: Config) -> Path:
     options, the tokenizer and every source's name, size and mtime. Raises ConfigError."""
     data = config.data
     facts = {
-        "format": format_of(Manifest),
+        "format": manifests.format_of(Manifest),
         "build": data.build.model_dump(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None,
         "sources": [inputs.identity(source) for source in inputs.resolve(data.sources or (), data.build)],
     }
-    return files.cache_root() / hash_json(facts)[:20]
+    return files.cache_root() / manifests.hash_json(facts)[:20]
 
 
 def find(config: Config) -> Path | None:
@@ -207,7 +199,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
         "build": plan.settings,
         "dropped": dropped,
     }
-    write_json(work / Manifest.file_name, with_hash(Manifest, content))
+    write_json(work / Manifest.file_name, manifests.with_hash(Manifest, content))
     return read_manifest(work)
 
 
@@ -350,10 +342,10 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
     """Raise ConfigError if the tokenizer loses more than REFUSED_LOSS of a source."""
-    source = SourceFile(**record)
-    if source.loss > REFUSED_LOSS:
+    source = manifests.SourceFile(**record)
+    if source.loss > manifests.REFUSED_LOSS:
         without = "" if plan.config.data.tokenizer is None else "omit data.tokenizer (--tokenizer), and "
-        hint = f"{without}{ANY_LANGUAGE}, or omit the source"
+        hint = f"{without}{manifests.ANY_LANGUAGE}, or omit the source"
         message = f"{source.name}: {source.loss_words()}"
         raise ConfigError([Issue("data.sources", "out_of_range", message, source.loss, hint=hint)])
 

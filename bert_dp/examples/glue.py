@@ -18,15 +18,7 @@ from bert_dp.config.errors import read_regular
 from bert_dp.config.manifest import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
-from bert_dp.examples.table import (
-    Columns,
-    LabelledData,
-    LabelledTable,
-    Row,
-    data_error,
-    make_row,
-    read_delimited,
-)
+from bert_dp.examples.table import Columns, LabelledData, LabelledTable, data_error, make_row, read_delimited
 
 MAX_FILE_BYTES = 2**30  # the largest GLUE file, MNLI's train.tsv, has a few hundred MB
 MAX_MEMBERS = 10_000  # of a tar
@@ -190,7 +182,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
 def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
     """Read the rows of a file. Rows that lack fields are skipped in train and refused in dev and test, where
     every example must be scored; rows with an empty text are kept. Raises ConfigError."""
-    split, rows, left_out = Path(name).stem, list[Row](), 0
+    split, rows, left_out = Path(name).stem, [], 0
     is_test = split.startswith("test")
     columns = Columns(task.texts, task.label)
     lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")

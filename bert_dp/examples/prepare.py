@@ -30,19 +30,10 @@ from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
 from bert_dp.evaluation.scores import majority
+from bert_dp.examples import table as tables
 from bert_dp.examples.augment import HOLE, HOLE_ID, MASK, AugmentedData, LogitsData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.table import (
-    LOGITS,
-    Columns,
-    CustomData,
-    Examples,
-    LabelledData,
-    Row,
-    answers,
-    data_error,
-    to_array,
-)
+from bert_dp.examples.table import CustomData, Examples, LabelledData, Row
 
 BATCH_EXAMPLES = 1000
 AnyData = GlueData | CustomData | AugmentedData | LogitsData
@@ -85,7 +76,7 @@ def _data(options: argparse.Namespace) -> AnyData:
     else:
         files = {name: path for name in ("train", "dev", "test") if (path := getattr(options, name))}
         texts = tuple(filter(None, (options.text or "text", options.text_pair)))
-        columns = Columns(texts, options.label or "label")
+        columns = tables.Columns(texts, options.label or "label")
         finds_pair = options.text is None and options.text_pair is None
         data = CustomData(files, columns, options.kind, finds_pair)
     if options.teacher_logits is not None:
@@ -138,19 +129,19 @@ def _build(
         labelled = _with_drawn_dev(labelled, dev_share, seed)
     train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
     labels = {
-        split: to_array(labelled.kind, labelled.labels, table)
+        split: tables.to_array(labelled.kind, labelled.labels, table)
         for split, table in labelled.tables.items()
         if table.rows[0].label is not None
     }
     if labelled.logits is not None:
-        labels[TRAIN] = answers(labelled.logits, labelled.kind)
-        save_file({"logits": labelled.logits}, work / LOGITS.format(0))
+        labels[TRAIN] = tables.answers(labelled.logits, labelled.kind)
+        save_file({"logits": labelled.logits}, work / tables.LOGITS.format(0))
     splits: dict[str, Any] = {}
     for split, table in labelled.tables.items():
         encoded = encoder.encode([row.texts for row in table.rows])
         if len(encoded.textless) == len(table.rows):
             message, fix = f"{tokenizer} yields no tokens for its texts", "choose a run whose tokenizer does"
-            raise data_error(table.name, "unsupported", message, fix)
+            raise tables.data_error(table.name, "unsupported", message, fix)
         arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
         splits[split] = {
             "source": table.name,
@@ -216,7 +207,7 @@ def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> Labelled
         rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
         message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
-        raise data_error(whole.name, "out_of_range", message, "add examples")
+        raise tables.data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False
     return dataclasses.replace(labelled, tables=parts, official=official)

@@ -26,20 +26,13 @@ from torch.export import Dim, ExportedProgram
 from bert_dp import __version__, files
 from bert_dp.config import ConfigError, Issue, Kind, cpu_field, native_class
 from bert_dp.config.errors import require, sha256
+from bert_dp.config.hf import EXPORTED
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.load_exported import AUTO, OUTPUTS
 from bert_dp.files.models import Summary
-from bert_dp.files.run_facts import (
-    EXPORTED,
-    INPUTS,
-    TYPES,
-    Exported,
-    ExportFormat,
-    ExportPrecision,
-    loaded_files,
-)
+from bert_dp.files.run_facts import INPUTS, TYPES, Exported, ExportFormat, ExportPrecision, loaded_files
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.bilstm import BiLstm
 from bert_dp.model.classifier import Classifier, pool

@@ -15,20 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bert_dp import cost, files
-from bert_dp.config import (
-    CLOCKED,
-    Config,
-    ConfigError,
-    Issue,
-    batch_at,
-    batch_layout,
-    find_config,
-    load_config,
-    num_masked,
-    progress_at,
-    read_manifest,
-    with_budget,
-)
+from bert_dp.config import Config, ConfigError, Issue, find_config, load_config, read_manifest
+from bert_dp.config.batch import batch_at, batch_layout, progress_at, with_budget
+from bert_dp.config.schema import CLOCKED, num_masked
 from bert_dp.data import stream as data
 from bert_dp.data.build import ensure
 from bert_dp.model import bert as model

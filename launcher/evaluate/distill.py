@@ -5,21 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import (
-    Config,
-    ConfigError,
-    ExamplesManifest,
-    Issue,
-    absolute,
-    find_config,
-    parse_overrides,
-    read_examples,
-    read_yaml,
-    resolve,
-    shipped_configs,
-)
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.config.errors import sha256
-from bert_dp.config.manifest import TRAIN, hash_json
+from bert_dp.config.load import absolute, find_config, parse_overrides, read_yaml, resolve, shipped_configs
+from bert_dp.config.manifest import TRAIN, ExamplesManifest, hash_json, read_examples
 from bert_dp.cost import flops_per_token, num_parameters
 from launcher import children, job
 from launcher.evaluate import finetune
