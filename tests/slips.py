@@ -466,7 +466,7 @@ SLIPS = (
         "bert_dp/model/bilstm.py",
         "reverse_BS = (length_B[:, None] - 1 - place_S)",
         "reverse_BS = (ids_BS.shape[1] - 1 - place_S)[None]",
-        "tests/unit/test_bilstm.py",
+        "tests/unit/test_distill.py",
     ),
     Slip(
         "copies-without-the-seed",

@@ -1,4 +1,4 @@
-"""The teacher's logits, words that a language model draws, losses, embeddings; a student as a model."""
+"""The teacher's logits, words that a language model draws, losses, embeddings; the BiLSTM beside torch's."""
 
 import dataclasses
 from pathlib import Path
@@ -11,17 +11,19 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 import bert_dp
-from bert_dp.config import Config, batch_layout, read_examples, resolve
-from bert_dp.config.manifest import ExamplesManifest, with_hash
+from bert_dp import cost
+from bert_dp.config import Config, FinetuneConfig, ModelConfig, batch_layout, read_examples, resolve
+from bert_dp.config.manifest import manifest_hash
 from bert_dp.evaluation import prediction, teacher
 from bert_dp.examples.augment import HOLE, HOLE_ID, MASK
 from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.examples.table import LOGITS, Examples, read_logits
 from bert_dp.exporting import check, source
 from bert_dp.files import write_json
-from bert_dp.model.bilstm import BiLstm
+from bert_dp.model.bilstm import BiLstm, build_bilstm
 from bert_dp.model.classifier import pair_types
 from bert_dp.tasks.distill import Distillation, load_embeddings
 from tests.example_files import write_examples
@@ -34,9 +36,9 @@ SAVED = "checkpoints/step-00000003"
 
 
 def student_config(**sections: Any) -> Config:
-    config = finetuned(config_of("crammed-bert"), "recipe", head_size=12)
-    levels = [config.model_dump(mode="json"), {"objective": {"name": "distill"}, "model": LSTM}]
-    return resolve([*levels, {"data": {"sequence_length": 32}}, sections])
+    config = finetuned(config_of("crammed-bert"), "recipe", head_size=12).model_dump(mode="json")
+    student = {"objective": {"name": "distill"}, "model": LSTM, "data": {"sequence_length": 32}}
+    return resolve([config, student, sections])
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def edit(examples: Path, part: str, **changes: Any) -> None:
     """Change a part of the manifest of examples."""
     content = read_json(examples / "examples.json")
-    content = {name: value for name, value in content.items() if name not in ("format", "version", "hash")}
-    entry = content["splits"]["train"] if part == "train" else content[part]
-    entry |= changes
-    write_json(examples / "examples.json", with_hash(ExamplesManifest, content))
+    (content["splits"]["train"] if part == "train" else content[part]).update(changes)
+    write_json(examples / "examples.json", {**content, "hash": manifest_hash(content)})
 
 
 def rows_of(examples: Path) -> list[list[int]]:
@@ -94,14 +94,10 @@ def test_a_teacher_with_token_types_reads_pairs_as_pairs(tmp_path: Path) -> None
     middle = rows_of(examples)[0][1]
     edit(examples, "special_tokens", sep=middle)
     teacher.compute_share(run / SAVED, examples, tmp_path / "logits", 0, 1, CPU)
-    ids_BS = torch.tensor([rows_of(examples)[0]])
-    found = read_logits(tmp_path / "logits", 9, 3)[:1]
-    with torch.no_grad():
-        plain, typed = (
-            bert_dp.load(run)[0](ids_BS, types_BS=types) for types in (None, pair_types(ids_BS, middle))
-        )
-    np.testing.assert_allclose(found, typed, atol=1e-5)
-    assert not np.allclose(found, plain, atol=1e-2)
+    ids_BS, (model, _) = torch.tensor([rows_of(examples)[0]]), bert_dp.load(run)
+    found = torch.from_numpy(read_logits(tmp_path / "logits", 9, 3)[:1])
+    torch.testing.assert_close(found, model(ids_BS, types_BS=pair_types(ids_BS, middle)), atol=1e-5, rtol=0)
+    assert not torch.allclose(found, model(ids_BS), atol=1e-2)
 
 
 @pytest.mark.parametrize("values", [[[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2, None])
@@ -187,18 +183,16 @@ def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: P
         assert issue.setting == "distill.embeddings"
 
 
-@pytest.mark.parametrize(
-    ("sections", "ranks", "setting"),
-    [
-        ({"parallel": {"tensor": 2}}, 2, "parallel.tensor"),
-        ({"optim": {"name": "muon"}}, 1, "optim.name"),
-        ({"parallel": {"engine": "deepspeed", "zero_stage": 3}}, 1, "parallel.zero_stage"),
-        ({"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}, 1, "distill.loss"),
-    ],
-)
-def test_what_a_student_cannot_do_is_refused(sections: dict[str, Any], ranks: int, setting: str) -> None:
-    issues = raised_issues(lambda: batch_layout(student_config(**sections), ranks))
-    assert setting in [issue.setting for issue in issues]
+def test_what_a_student_cannot_do_is_refused() -> None:
+    scores = {"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}
+    for setting, ranks, sections in (
+        ("parallel.tensor", 2, {"parallel": {"tensor": 2}}),
+        ("optim.name", 1, {"optim": {"name": "muon"}}),
+        ("parallel.zero_stage", 1, {"parallel": {"engine": "deepspeed", "zero_stage": 3}}),
+        ("distill.loss", 1, scores),
+    ):
+        issues = raised_issues(lambda given, n: batch_layout(student_config(**given), n), sections, ranks)
+        assert setting in [issue.setting for issue in issues]
 
 
 @pytest.mark.parametrize("name", ["student", "of pairs"])
@@ -224,3 +218,79 @@ def test_a_student_loads_predicts_and_exports_to_onnx(
         assert issue.setting == "model.lstm_size"
         assert not (tmp_path / form).exists()
     assert raised_issues(source.open_run, runs[name], encoder=True)[0].setting == "--encoder"
+
+
+# --- the BiLSTM
+
+
+CLS, SEP, PAD = 4, 5, 0
+CONFIG = ModelConfig(vocab_size=64, hidden_size=12, num_layers=1, num_heads=1, lstm_size=7, dropout=0.3)
+
+
+def model_of(pair: bool = False) -> BiLstm:
+    finetune = FinetuneConfig(labels=("a", "b", "c"), head_size=10, pair=pair)
+    return build_bilstm(CONFIG, finetune, seed=3)
+
+
+def padded(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
+    ids = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
+    return ids, torch.arange(length) < torch.tensor([[len(row)] for row in rows])
+
+
+def random_rows(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(7, 64, (n,), generator=generator).tolist() for n in lengths]
+
+
+def states_by_torch(model: BiLstm, row: list[int]) -> Tensor:
+    """The last states of torch's bidirectional LSTM with the same weights on one unpadded sentence."""
+    own = nn.LSTM(12, 7, bidirectional=True, batch_first=True)
+    reverse = {f"{name}_reverse": value for name, value in model.right_to_left.state_dict().items()}
+    own.load_state_dict(model.left_to_right.state_dict() | reverse)
+    _, (last_21H, _) = own(model.embedding(torch.tensor([row])))
+    return last_21H.transpose(0, 1).flatten(1)
+
+
+def test_it_equals_torchs_lstm_on_unpadded_sentences() -> None:
+    model, rows = model_of().eval(), random_rows(9, 1, 4, 12)
+    states = torch.cat([states_by_torch(model, row) for row in rows])
+    expected = model.classifier(model.dense(states).relu())
+    torch.testing.assert_close(model(*padded(rows, 16)), expected, rtol=0, atol=1e-6)
+
+
+def test_each_text_of_a_pair_is_read_apart() -> None:
+    model = model_of(pair=True).eval()
+    one, two = random_rows(3, 5)
+    texts = [[CLS, *one, SEP], [*two, SEP]]
+    logits = model(*padded([texts[0] + texts[1], texts[0] + texts[1][2:]], 16))[:1]
+    a, b = (states_by_torch(model, text) for text in texts)
+    features = torch.cat([a, b, a * b, (a - b).abs()], dim=-1)
+    expected = model.classifier(model.dense(features).relu())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_padding_changes_neither_the_loss_nor_dropout_nor_gradients(pair: bool) -> None:
+    model = model_of(pair).train()
+    rows = [[CLS, *row, SEP, *row[:2], SEP] for row in random_rows(9, 1, 4, 12)]
+    short, long = (
+        torch.autograd.grad(
+            model(*padded(rows, length), torch.arange(4, dtype=torch.int32)).square().sum(),
+            list(model.parameters()),
+        )
+        for length in (18, 32)
+    )
+    for gradient, other in zip(short, long, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
+    assert not short[0][PAD].any(), "the embedding's"
+
+
+def test_the_formula_counts_its_parameters_which_follow_from_the_seed() -> None:
+    model, again = model_of(), model_of().state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    assert again["embedding.weight"].std() == pytest.approx(0.25 / 3**0.5, rel=0.05)
+    counted = [p.numel() for name, p in model.named_parameters() if not name.startswith(("dense", "class"))]
+    assert cost.num_parameters(CONFIG, 128) == sum(counted)
+    weights = sum(p.numel() for name, p in model.named_parameters() if "weight_" in name)
+    assert cost.linear_parameters(CONFIG) == weights
+    assert cost.flops_per_token(CONFIG, 128, 0.0) == 6 * weights
