@@ -473,14 +473,14 @@ SLIPS = (
         "bert_dp/examples/augment.py",
         'Random(f"{seed}/{example}/{copy}")',
         'Random(f"{example}/{copy}")',
-        "tests/unit/test_augment.py",
+        "tests/unit/test_distill.py",
     ),
     Slip(
         "copies-that-repeat-an-example",
         "bert_dp/examples/augment.py",
         "for row in copies if row.texts not in seen}",
         "for row in copies}",
-        "tests/unit/test_augment.py",
+        "tests/unit/test_distill.py",
     ),
     # encoders of transformers as the beginning of a run
     Slip(

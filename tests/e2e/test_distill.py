@@ -10,10 +10,8 @@ import bert_dp as package
 from bert_dp.model.bilstm import BiLstm
 from bert_dp.model.classifier import Classifier
 from tests.e2e.cli import TINY, bert_dp, here, refused
-from tests.helpers import read_json, read_lines, write_files
-from tests.helpers import write_lines as write_json_lines
+from tests.helpers import CONFIGS, read_json, read_lines, write_files, write_lines
 
-ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
 OWN = ("--train", "train.csv", "--dev", "dev.csv")
 PAIRS = ("--train", "train-pairs.csv", "--dev", "dev-pairs.csv")
@@ -30,14 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_files(folder, {"text.txt": texts})
     for name, count in (("train", 24), ("dev", 7)):
         rows = [(f"the {('cat', 'dog')[i % 2]} sat on {WORDS[i % 9]}", "ab"[i % 2]) for i in range(count)]
-        tables = {
-            "": ["text,label", *(f"{text},{label}" for text, label in rows)],
-            "-pairs": ["text,text_pair,label", *(f"{text},the rain,{label}" for text, label in rows)],
-            "-other": ["text,label", *(f"{text},{label}c" for text, label in rows)],
-        }
-        write_files(folder, {f"{name}{kind}.csv": "\n".join(lines) for kind, lines in tables.items()})
+        for kind, header, more in (("", "", ""), ("-pairs", ",text_pair", "the rain,"), ("-other", "", "c")):
+            lines = [f"text{header},label", *(f"{text},{more}{label}" for text, label in rows)]
+            write_files(folder, {f"{name}{kind}.csv": "\n".join(lines)})
     logits = ({"text": f"the {WORDS[i % 15]} ran {i}", "logits": [i % 2, 1.5]} for i in range(30))
-    write_json_lines(folder / "logits.jsonl", logits)
+    write_lines(folder / "logits.jsonl", logits)
     build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.1")
     for name, asked in {
         "crammed": ("train", "data.sources=[text.txt]", *TINY, *build),
@@ -65,7 +60,9 @@ def test_a_bilstm_learns_on_two_ranks_and_the_commands_of_the_page_run(folder: P
     model, _ = package.load(folder / "lstm")
     assert isinstance(model, BiLstm)
     assert (model.embedding.weight.shape[1], model.left_to_right.hidden_size) == (32, 150)
-    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/distilling.md").read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"```bash\n(.*?)```", (CONFIGS.parent / "docs/distilling.md").read_text(), re.DOTALL
+    )
     commands = [line.split()[1:] for line in block.splitlines()]
     assert [words[0] for words in commands] == ["distill"] * 3 + ["predict"]
     for words in commands[:3]:
@@ -77,7 +74,7 @@ def test_a_bilstm_learns_on_two_ranks_and_the_commands_of_the_page_run(folder: P
     assert [json.loads(line)["label"] in "ab" for line in done.stdout.splitlines()] == [True] * 7
 
 
-def test_pairs_and_a_pretrained_student(folder: Path) -> None:
+def test_pairs_a_pretrained_student_and_logits_of_any_model(folder: Path) -> None:
     distilled(folder, "of-pairs", "runs/pairs", *PAIRS, "--replace", "none")
     model, _ = package.load(folder / "of-pairs")
     assert model.pair
@@ -87,28 +84,21 @@ def test_pairs_and_a_pretrained_student(folder: Path) -> None:
     model, _ = package.load(folder / "small")
     assert isinstance(model, Classifier)
     assert read_json(folder / "small/summary.json")["init_from"]["tensors"] > 10
-
-
-def test_logits_of_any_model(folder: Path) -> None:
     said = distilled(folder, "any", "runs/crammed", *OWN, "--teacher-logits", "logits.jsonl")
     assert "transfer set: 30 texts" in said
     assert "teacher's logits" not in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("runs/crammed", *OWN), "TEACHER: runs/crammed is a pretrained run"),
-        (("none", *OWN), "TEACHER: none does not exist"),
-        (("runs/teacher", *OTHER, "--replace", "none"), "TEACHER: the teacher has labels"),
-        (("runs/teacher", *PAIRS, "--replace", "none"), "TEACHER: the teacher has pair False"),
-        (("runs/teacher", *OWN, "--teacher-logits", "logits.jsonl", "--copies", "2"), "--copies: "),
-        (("runs/teacher", *OWN, "--student", "quickstart", "--embeddings", "teacher"), "needs a BiLSTM"),
-        (("runs/teacher", *OWN, "--embeddings", "none.txt"), "--embeddings: none.txt is not a file"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_starts(
-    arguments: tuple[str, ...], told: str, folder: Path, tmp_path: Path
-) -> None:
-    assert told in refused("distill", *arguments, "--run-dir", str(tmp_path / "run"), cwd=folder)
+def test_bad_input_is_refused_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    of_teacher, plain = ("runs/teacher", *OWN), ("--replace", "none")
+    for told, *arguments in (
+        ("TEACHER: runs/crammed is a pretrained run", "runs/crammed", *OWN),
+        ("TEACHER: none does not exist", "none", *OWN),
+        ("TEACHER: the teacher has labels", "runs/teacher", *OTHER, *plain),
+        ("TEACHER: the teacher has pair False", "runs/teacher", *PAIRS, *plain),
+        ("--copies: ", *of_teacher, "--teacher-logits", "logits.jsonl", "--copies", "2"),
+        ("needs a BiLSTM", *of_teacher, "--student", "quickstart", "--embeddings", "teacher"),
+        ("--embeddings: none.txt is not a file", *of_teacher, "--embeddings", "none.txt"),
+    ):
+        assert told in refused("distill", *arguments, "--run-dir", str(tmp_path / "run"), cwd=folder)
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,12 @@
-"""The teacher's logits, words that a language model draws, losses, embeddings; the BiLSTM beside torch's."""
+"""Transfer sets, the teacher's logits, words that a language model draws, losses, embeddings, and the BiLSTM
+beside torch's own."""
 
 import dataclasses
+import math
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,17 +22,19 @@ import bert_dp
 from bert_dp import cost
 from bert_dp.config import Config, FinetuneConfig, ModelConfig, batch_layout, read_examples, resolve
 from bert_dp.config.manifest import manifest_hash
+from bert_dp.data import tokenizer
 from bert_dp.evaluation import prediction, teacher
-from bert_dp.examples.augment import HOLE, HOLE_ID, MASK
+from bert_dp.examples import augment
+from bert_dp.examples.augment import HOLE, HOLE_ID, MASK, AugmentedData, LogitsData, copy_of
 from bert_dp.examples.prepare import ExampleEncoder
-from bert_dp.examples.table import LOGITS, Examples, read_logits
+from bert_dp.examples.table import LOGITS, Columns, CustomData, Examples, answers, read_logits
 from bert_dp.exporting import check, source
 from bert_dp.files import write_json
 from bert_dp.model.bilstm import BiLstm, build_bilstm
 from bert_dp.model.classifier import pair_types
 from bert_dp.tasks.distill import Distillation, load_embeddings
 from tests.example_files import write_examples
-from tests.helpers import raised_issues, read_json
+from tests.helpers import raised_issues, read_json, write_lines
 from tests.runs_to_export import VOCABULARY, WORDS, config_of, finetuned, write_run
 from tests.tensors import CPU
 
@@ -100,12 +107,12 @@ def test_a_teacher_with_token_types_reads_pairs_as_pairs(tmp_path: Path) -> None
     assert not torch.allclose(found, model(ids_BS), atol=1e-2)
 
 
-@pytest.mark.parametrize("values", [[[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2, None])
-def test_logits_that_are_missing_or_not_finite_are_refused(values: Any, tmp_path: Path) -> None:
-    if values is not None:
-        save_file({"logits": np.array(values, np.float32)}, tmp_path / LOGITS.format(0))
-    (issue,) = raised_issues(read_logits, tmp_path, 2, 3)
-    assert (issue.setting, issue.kind) == ("distill.logits", "damaged")
+def test_logits_that_are_missing_or_not_finite_are_refused(tmp_path: Path) -> None:
+    for values in (None, [[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2):
+        if values is not None:
+            save_file({"logits": np.array(values, np.float32)}, tmp_path / LOGITS.format(0))
+        (issue,) = raised_issues(read_logits, tmp_path, 2, 3)
+        assert (issue.setting, issue.kind) == ("distill.logits", "damaged")
 
 
 def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +165,10 @@ def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
     task = Distillation(student_config(**own, distill={"logits": str(examples)}), CPU)
     task.open_data()
     labels = [int(row[1]) % 3 for row in rows_of(examples)]
-    assert task._train.labels is not None
-    assert task._train.labels.tolist() == [*labels[:4], 1, 0]
-    batch = task._batch(task._train, np.array([4, 0, 5]), np.arange(3), torch.zeros(3, dtype=torch.int32))
-    assert batch.logits_BL is not None
-    assert batch.logits_BL.tolist() == logits[[4, 0, 5]].tolist()
+    chosen = np.array([4, 0, 5])
+    batch = task._batch(task._train, chosen, chosen, torch.zeros(3, dtype=torch.int32))
+    assert np.array(task._train.labels).tolist() == [*labels[:4], 1, 0]
+    assert torch.equal(batch.logits_BL, torch.from_numpy(logits[chosen]))  # type: ignore[arg-type]
 
 
 def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -273,13 +279,9 @@ def test_each_text_of_a_pair_is_read_apart() -> None:
 def test_padding_changes_neither_the_loss_nor_dropout_nor_gradients(pair: bool) -> None:
     model = model_of(pair).train()
     rows = [[CLS, *row, SEP, *row[:2], SEP] for row in random_rows(9, 1, 4, 12)]
-    short, long = (
-        torch.autograd.grad(
-            model(*padded(rows, length), torch.arange(4, dtype=torch.int32)).square().sum(),
-            list(model.parameters()),
-        )
-        for length in (18, 32)
-    )
+    seed_B = torch.arange(4, dtype=torch.int32)
+    losses = [model(*padded(rows, length), seed_B).square().sum() for length in (18, 32)]
+    short, long = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
     for gradient, other in zip(short, long, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
     assert not short[0][PAD].any(), "the embedding's"
@@ -294,3 +296,126 @@ def test_the_formula_counts_its_parameters_which_follow_from_the_seed() -> None:
     weights = sum(p.numel() for name, p in model.named_parameters() if "weight_" in name)
     assert cost.linear_parameters(CONFIG) == weights
     assert cost.flops_per_token(CONFIG, 128, 0.0) == 6 * weights
+
+
+# --- the transfer set
+
+
+TEXT = "a fine film with no plot"
+
+
+def upper(text: str, index: int, draw: Random) -> str:
+    return text.split()[index].upper()
+
+
+KEEP, WHOLE = 0.2, 0.25  # the least by which a word stays, and a text is not cut
+
+
+def test_golden_copies() -> None:
+    """By the numbers that are drawn."""
+    for expected, numbers in (
+        (f"a {MASK} film with no plot", [KEEP, 0.0999, *[KEEP] * 4, WHOLE]),
+        ("A fine film with no PLOT", [0.1, *[KEEP] * 4, 0.1999, WHOLE]),
+        ("a", [*[KEEP] * 6, 0.2499, 0.0, 0.0]),
+        ("fine film with no plot", [*[KEEP] * 6, 0.0, 0.99, 0.99]),
+        (f"{MASK} FINE film", [0.0, 0.15, *[KEEP] * 4, 0.1, 0.5, 0.0]),
+        ("one two", [KEEP, KEEP, 0.0, 0.99, 0.99]),
+    ):
+        draw = Random()
+        draw.random = iter(numbers).__next__  # type: ignore[method-assign]
+        text = TEXT if len(numbers) > 5 else "one two"
+        assert augment.changed(text, upper, draw) == expected
+
+
+def test_a_word_is_replaced_by_those_of_its_tag_by_their_frequency() -> None:
+    texts = ["dog dog cat Run", "dog Run Walk"]
+    replace = augment.SameTagWords(texts, lambda words: [str(word[0].isupper()) for word in words])
+    draw = Random(0)
+    nouns, verbs = (Counter(replace(text, 2, draw) for _ in range(10_000)) for text in texts)
+    assert (nouns.keys(), verbs.keys()) == ({"dog", "cat"}, {"Run", "Walk"})
+    assert [nouns["dog"], verbs["Run"]] == pytest.approx([7500, 6667], abs=140)  # 3 standard deviations
+
+
+def test_a_copy_follows_from_its_numbers_and_changes_one_text_of_a_pair_or_both() -> None:
+    pair = (TEXT, "it was all over by then")
+    for copy, changing in enumerate([{0}, {1}, {0, 1}] * 2):
+        copies, again, other = (
+            [copy_of(pair, upper, seed=seed, example=e, copy=copy) for e in range(30)] for seed in (1, 1, 2)
+        )
+        assert copies == again != other
+        for side in (0, 1):
+            texts = {each[side] for each in copies}
+            assert len(texts) > 5 if side in changing else texts == {pair[side]}
+
+
+def custom(folder: Path, *rows: str, header: str = "text,label") -> CustomData:
+    (folder / "all.csv").write_text("\n".join([header, *rows]) + "\n")
+    names = dict.fromkeys(("train", "dev"), str(folder / "all.csv"))
+    return CustomData(names, Columns(("text",), "label"), None, finds_pair=True)
+
+
+def test_copies_stand_behind_the_examples_without_duplicates(tmp_path: Path) -> None:
+    data = custom(tmp_path, f"{TEXT},good", "bad,bad", "so bad,bad")
+    fewer, more = (AugmentedData(data, 3, copies, "none") for copies in (20, 21))
+    table = fewer.read(train_only=False).tables["train"]
+    texts = [row.texts for row in table.rows]
+    assert texts[:3] == [(TEXT,), ("bad",), ("so bad",)]
+    assert len(set(texts)) == len(texts) == 3 + table.copies
+    assert table.copies > 10
+    assert {row.texts for row in more.read(train_only=False).tables["train"].rows} >= set(texts)
+    assert more.identity() != fewer.identity()
+
+
+def test_a_mask_in_a_text_becomes_the_token(tmp_path: Path) -> None:
+    for model, kept in (("wordpiece", True), ("byte_bpe", False)):
+        words = tokenizer.train([TEXT] * 9, model=model, vocab_size=300, with_normalizer=kept)  # type: ignore[arg-type]
+        words.save(str(tmp_path / "tokenizer.json"))
+        plain = ExampleEncoder.load(tmp_path / "tokenizer.json", 32)
+        masks = dataclasses.replace(plain, marks={MASK: plain.special["mask"], HOLE: HOLE_ID})
+        parts = [plain.encode([(part,)]).ids[1:-1] for part in ("a", " film with")]
+        mask = plain.special["mask"]
+        expected = [plain.special["cls"], *parts[0], mask, *parts[1], HOLE_ID, plain.special["sep"]]
+        assert masks.encode([(f"a {MASK} film with {HOLE}",)]).ids.tolist() == expected
+        assert mask not in plain.encode([(f"a {MASK}",)]).ids
+
+
+def test_a_file_of_logits_takes_the_place_of_train(tmp_path: Path) -> None:
+    file = tmp_path / "l.jsonl"
+    write_lines(file, [{"text": "x y", "logits": [1, -2.5]}, {"text": "z", "logits": [0, 1]}])
+    labelled = LogitsData(custom(tmp_path, "one,good", "two,bad"), str(file)).read(train_only=False)
+    assert [row.texts for row in labelled.tables["train"].rows] == [("x y",), ("z",)]
+    assert labelled.logits is not None
+    assert labelled.logits.tolist() == [[1, -2.5], [0, 1]]
+    assert answers(labelled.logits, "single_label").tolist() == [0, 1]
+    assert answers(labelled.logits, "multi_label").tolist() == [[1, 0], [0, 1]]
+    assert answers(labelled.logits[:, :1], "regression").tolist() == [1, 0]
+
+
+def test_bad_logits_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "l.jsonl"
+    single = custom(tmp_path, "one,good", "two,bad")
+    (tmp_path / "pairs").mkdir()
+    pairs = custom(tmp_path / "pairs", "one,two,good", "three,four,bad", header="text,text_pair,label")
+    for data, kind, record in (
+        (single, "damaged", {"text": "x"}),
+        (single, "damaged", {"text": "x", "logits": 3}),
+        (single, "damaged", {"text": "x", "logits": [math.nan, 1]}),
+        (single, "conflict", {"text": "x", "logits": [1, 2, 3]}),
+        (single, "missing", {"logits": [1, 2]}),
+        (single, "conflict", {"text": "x", "text_pair": "y", "logits": [1, 2]}),
+        (pairs, "missing", {"text": "x", "logits": [1, 2]}),
+    ):
+        write_lines(file, [record])
+        (issue,) = raised_issues(LogitsData(data, str(file)).read, train_only=False)
+        assert (issue.setting, issue.kind) == (str(file), kind)
+
+
+def test_the_tagger_is_that_of_the_extra_or_is_named() -> None:
+    if find_spec("HanTa") is None:
+        (issue,) = raised_issues(augment.load_tagger)
+        assert (issue.setting, issue.kind, issue.value) == ("--replace", "needs_package", "HanTa")
+    else:
+        tags = augment.load_tagger()("a dog and the cat ran".split())
+        assert len(tags) == 6
+        assert tags[1] == tags[4]
+        assert len(set(tags)) > 2
