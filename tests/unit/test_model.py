@@ -231,14 +231,6 @@ def test_initial_weights_have_the_published_spread():
             assert (p == 0).all(), name
 
 
-def test_a_mask_reaches_the_loss():
-    model = random_model()
-    masks = ((torch.arange(16) < length).expand(3, 16) for length in (16, 9))
-    none, whole, part = (model(*make_case(), real_BS).item() for real_BS in (None, *masks))
-    assert whole == pytest.approx(none)
-    assert part != pytest.approx(none, rel=1e-4)
-
-
 def shapes_and_dtypes(forward: Callable[[], object], *modules: nn.Module) -> list[Any]:
     """Shape and dtype of the first input of each module in one pass."""
     seen: list[Any] = []
