@@ -244,10 +244,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Sample documents to train a tokenizer on, depending only on the texts; return them and the total count.
-
-    The sample is all documents whose CRC-32 is below a bound, halved whenever it exceeds SAMPLE_BYTES.
-    """
+    """Sample up to SAMPLE_BYTES of the documents, by their CRC-32; return them and the total count."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -274,10 +271,8 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, then write each document to train or held_out by the hash of its text. Add counts to
-    the records of the sources; return the number of documents dropped by each stage.
-
-    Raises ConfigError at the end of a source if the tokenizer loses too much of it.
+    """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
+    source's record; return the number dropped by each stage. Raises ConfigError at the end of a lossy source.
     """
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))

@@ -31,16 +31,8 @@ CHUNK_BYTES = 2**20
 ZSTD_WINDOW_BYTES = 2**31  # the maximum, made by zstd --long=31
 PACKED_BYTES = 512  # a call decompresses all of its input, to up to 32 768 times its size
 COMPRESSIONS = (".gz", ".xz", ".zst")
-FORMATS = {
-    "": "text",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".parquet": "parquet",
-}
+FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
+FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
 """Suffix -> format of a file."""
 # the library's tests are not documentation, and site-packages differs between machines
 NOT_DOCUMENTATION = frozenset(

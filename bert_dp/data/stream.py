@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert_dp.config import Manifest
-from bert_dp.data.shards import MappedShards
+from bert_dp.data.shards import MaskVocabulary, Shards
 from bert_dp.model.bert import IGNORE
 
 U64 = np.uint64
@@ -94,13 +92,6 @@ def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDA
     return out.astype(np.int64)
 
 
-@dataclass(frozen=True)
-class MaskVocabulary:
-    size: int
-    num_special: int
-    mask_id: int
-
-
 def mask(
     rows_BS: NDArray[np.uint16], seed_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -123,16 +114,6 @@ def mask(
     draw = mix64(random_BS[rows, randomised] + GOLDEN) % U64(vocabulary.size - vocabulary.num_special)
     ids_BS[rows, randomised] = draw.astype(np.int64) + vocabulary.num_special
     return ids_BS, (chosen_BK + rows * length).reshape(-1), labels_BK.reshape(-1)
-
-
-class Shards(MappedShards):
-    """Memory-map the sequences of one split, [n, S] uint16."""
-
-    def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
-        files = [directory / shard.file for shard in getattr(manifest, split).shards]
-        super().__init__(files, manifest.sequence_length, manifest.vocab_size)
-        mask_id = manifest.special_tokens["mask"]
-        self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
 
 
 def training_batch(

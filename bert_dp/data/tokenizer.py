@@ -309,10 +309,9 @@ def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
     """Return data.build.max_tokens_per_char, or a default: a quadratic in log2(32,768 / vocab_size), 0.25 at
     32,768 as in the recipe.
 
-    It drops about 4 % of clean English at every vocabulary size: of 45,896 documents (paragraphs of eight
-    OpenStax textbooks, introductions of Wikipedia articles), 4.1 % at 32,768, and 4.4, 4.0, 3.9 and 4.0 %
-    with WordPiece vocabularies of 4,096, 8,192, 16,384 and 65,535 trained on them (2026-11-27). A constant
-    0.25 would drop 18 % at 8,192.
+    It drops about 4 % of clean English at every vocabulary size: of 45,896 paragraphs of OpenStax textbooks
+    and Wikipedia, 3.9 to 4.4 % with WordPiece vocabularies of 4,096 to 65,535 trained on them (2026-11-27). A
+    constant 0.25 would drop 18 % at 8,192.
     """
     if options.max_tokens_per_char is not None:
         return options.max_tokens_per_char

@@ -219,10 +219,8 @@ def text_loss(
     lengths_D = np.bincount(text.document_T)
     textless = int((lengths_D == 1).sum())  # only <sep>
     if textless == len(lengths_D):
-        message, hint = (
-            f"the tokenizer of {path} has no token for any of the text",
-            "choose a run whose tokenizer knows it",
-        )
+        message = f"the tokenizer of {path} has no token for any of the text"
+        hint = "choose a run whose tokenizer knows it"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
         message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} to predict"

@@ -25,11 +25,13 @@ MAX_MEMBERS = 10_000  # of a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 SENTENCES = ("sentence1", "sentence2")
+NLI = ("entailment", "neutral", "contradiction")
 MNLI = (TRAIN, "dev_matched", "dev_mismatched", "test_matched", "test_mismatched")
+COLA = ("source", "label", "star", "sentence")
 
 
-def _rows(*counts: int, splits: Sequence[str] = (TRAIN, "dev", "test")) -> dict[str, int]:
-    return dict(zip(splits, counts, strict=True))
+def _rows(*counts: int) -> dict[str, int]:
+    return dict(zip(MNLI if len(counts) == 5 else (TRAIN, "dev", "test"), counts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +44,10 @@ class GlueDefinition:
     """Labels as in the files, in the order of the model's outputs; empty for regression."""
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
-    other_train_rows: int = 0
-    """Alternative number of train rows that also counts as complete."""
     header: tuple[str, ...] = ()
     """Columns of train and dev if the files have no header."""
+    other_train_rows: int = 0
+    """Alternative number of train rows that also counts as complete."""
 
     @property
     def kind(self) -> LabelKind:
@@ -58,14 +60,7 @@ class GlueDefinition:
 
 
 TASKS = {
-    "CoLA": GlueDefinition(
-        ("sentence",),
-        "label",
-        ZERO_ONE,
-        ("mcc",),
-        _rows(8_551, 1_043, 1_063),
-        header=("source", "label", "star", "sentence"),
-    ),
+    "CoLA": GlueDefinition(("sentence",), "label", ZERO_ONE, ("mcc",), _rows(8_551, 1_043, 1_063), COLA),
     "SST-2": GlueDefinition(("sentence",), "label", ZERO_ONE, ("accuracy",), _rows(67_349, 872, 1_821)),
     "MRPC": GlueDefinition(
         ("#1 String", "#2 String"), "Quality", ZERO_ONE, ("accuracy", "f1"), _rows(3_668, 408, 1_725)
@@ -81,11 +76,7 @@ TASKS = {
         other_train_rows=363_849,
     ),
     "MNLI": GlueDefinition(
-        SENTENCES,
-        "gold_label",
-        ("entailment", "neutral", "contradiction"),
-        ("accuracy",),
-        _rows(392_702, 9_815, 9_832, 9_796, 9_847, splits=MNLI),
+        SENTENCES, "gold_label", NLI, ("accuracy",), _rows(392_702, 9_815, 9_832, 9_796, 9_847)
     ),
     "QNLI": GlueDefinition(
         ("question", "sentence"), "label", ENTAILMENT, ("accuracy",), _rows(104_743, 5_463, 5_463)

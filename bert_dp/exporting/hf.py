@@ -70,9 +70,7 @@ def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kin
 def _class_for(config: Config, kind: Kind) -> tuple[str, str, Any, Any]:
     if issues := native_issues(config, kind):
         raise ConfigError(issues)
-    name = native_class(config.model)
-    assert name is not None
-    return _CLASSES[name]
+    return _CLASSES[native_class(config.model) or ""]
 
 
 # --- config.json

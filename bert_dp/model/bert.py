@@ -242,11 +242,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x_BSH: Tensor,
-        rotary_2SD: Tensor | None,
-        seen: Tensor | None = None,
-        seed_B: Tensor | None = None,
+        self, x_BSH: Tensor, rotary_2SD: Tensor | None, seen: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
         if self.post_norm:
             x_BSH = self.attn_norm(x_BSH + self.attn(x_BSH, rotary_2SD, seen, seed_B))
