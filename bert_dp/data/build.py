@@ -225,13 +225,13 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
     return Path(path).read_text(encoding="utf-8"), None
 
 
-def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
-    """Return the name of a source; for a file also its size and, if `hashed`, its hash."""
+def source_record(source: inputs.Source) -> dict[str, Any]:
+    """Return the name of a source; for a file also its size and hash."""
     record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     if source.path is not None:
         record["name"] = source.path.name  # without directory: the same text elsewhere is the same build
         record["bytes"] = inputs.file_identity(source.path)["bytes"]
-        record["sha256"] = inputs.file_hash(source.path) if hashed else None
+        record["sha256"] = inputs.file_hash(source.path)
     return record
 
 

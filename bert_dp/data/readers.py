@@ -246,14 +246,11 @@ class Source:
     """End of a document in a text file: line or blank_line."""
 
 
-def resolve(
-    sources: Sequence[str], options: BuildConfig | None = None, out: Path | None = None
-) -> list[Source]:
+def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
     """Expand globs and directories, skipping files in `out`, which may contain an earlier build.
 
     Raises ConfigError for every source that matches nothing, is not a regular file or has an unknown format.
     """
-    options = options or BuildConfig()
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []

@@ -129,22 +129,19 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
     normalizer = tokenizer.normalizer
 
     @functools.cache
-    def is_letter(char: str) -> bool:
-        return unicodedata.category(char).startswith("L")
-
-    @functools.cache
-    def is_lost(char: str) -> bool:
+    def is_letter_and_lost(char: str) -> tuple[bool, bool]:
+        is_letter = unicodedata.category(char).startswith("L")
         kept = char if normalizer is None else normalizer.normalize_str(char)
-        return all(c.isascii() and not c.isalpha() for c in kept)
+        return is_letter, is_letter and all(c.isascii() and not c.isalpha() for c in kept)
 
     def count_letters(text: str) -> tuple[int, int]:
         data = text.encode()
         letters, lost = len(data) - len(data.translate(None, ASCII_LETTERS)), 0
         if not text.isascii():
             for char, n in collections.Counter("".join(NON_ASCII.findall(text))).items():
-                if is_letter(char):
-                    letters += n
-                    lost += n * is_lost(char)
+                is_letter, is_lost = is_letter_and_lost(char)
+                letters += n * is_letter
+                lost += n * is_lost
         return letters, lost
 
     def count(text: str, ids: Sequence[int]) -> tuple[int, int]:

@@ -3,8 +3,6 @@
 The launcher runs `python -m bert_dp.examples.prepare` and passes on its options.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -16,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +35,112 @@ from bert_dp.examples.table import CustomData, Examples, LabelledData, Row
 
 BATCH_EXAMPLES = 1000
 AnyData = GlueData | CustomData | AugmentedData | LogitsData
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedExamples:
+    """Concatenated token ids of n examples."""
+
+    ids: NDArray[np.uint16]  # [T]
+    offsets: NDArray[np.int64]  # [n + 1]
+    truncated: int
+    """Number of examples longer than the encoder's length."""
+    textless: NDArray[np.int64]
+    """Indices of examples in which at least one text has no tokens."""
+    letters: int
+    """Letters in the texts before truncation."""
+    lost_letters: int
+    """Letters that the tokenizer drops, and letters in unknown tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleEncoder:
+    """Encode examples as `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids; RoBERTa
+    tokenizers put two separators between the texts."""
+
+    tokenizer: Tokenizer
+    special: dict[str, int]
+    """Ids by role: pad, cls, sep and others."""
+    length: int
+    has_cls: bool = True
+    """False = encode as `A <sep>` or `A <sep> B <sep>`."""
+    separators: int = 1
+    """Number of separators between two texts."""
+    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Placeholder characters of bert_dp.examples.augment -> token ids."""
+    fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
+    """Callback that receives `ids` and `offsets` and replaces ids equal to HOLE_ID in place."""
+
+    @classmethod
+    def load(cls, path: Path, length: int) -> Self:
+        """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
+        tokenizer = tokens.load(path)
+        special = tokens.special_ids(tokenizer, str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        separators = tokens.separators_between(tokenizer, special) or 1
+        tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
+        return cls(tokenizer, special, length, separators=separators)
+
+    def encode(self, examples: Sequence[tuple[str, ...]]) -> EncodedExamples:
+        """Tokenize, truncate and frame the examples."""
+        rows, textless = list[list[int]](), list[int]()
+        truncated = letters = lost_letters = 0
+        head = [self.special["cls"]] if self.has_cls else []
+        between = [self.special["sep"]] * (self.separators - 1)
+        count_letters = tokens.loss_counter(self.tokenizer, self.special["unk"])
+        for index, (texts, parts) in enumerate(zip(examples, self._parts(examples), strict=True)):
+            for text, ids in zip(texts, parts, strict=True):
+                counted, lost = count_letters(text, ids)
+                letters += counted
+                lost_letters += lost
+            frame = len(head) + len(parts) + len(between) * (len(parts) - 1)
+            kept = truncate(parts, self.length - frame)
+            truncated += kept != parts
+            if not all(parts):
+                textless.append(index)
+            row = [*head]
+            for number, part in enumerate(kept):
+                row += [*(between if number else []), *part, self.special["sep"]]
+            rows.append(row)
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        ids_T = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
+        if self.fill_holes is not None:
+            self.fill_holes(ids_T, offsets)
+        return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
+
+    def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
+        """Return True if every text of some example has tokens. Stops after the first such batch."""
+        return any(all(parts) for parts in self._parts(examples))
+
+    def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
+        """Yield, for each example, the ids of each of its texts, without special tokens."""
+        for start in range(0, len(examples), BATCH_EXAMPLES):
+            batch = examples[start : start + BATCH_EXAMPLES]
+            pieces = [*chain.from_iterable(batch)]
+            if self.marks:  # encode the pieces between the marks
+                split = re.compile(f"[{''.join(self.marks)}]").split
+                pieces = [piece.rstrip() for text in pieces for piece in split(text)]
+            encoded = iter(self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
+            for example in batch:
+                yield [self._joined(text, encoded) for text in example]
+
+    def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
+        """Join the ids of a text's marks and of its pieces, taken from `pieces`."""
+        ids = list(next(pieces).ids)
+        for mark in filter(self.marks.__contains__, text):
+            ids += [self.marks[mark], *next(pieces).ids]
+        return ids
+
+
+def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
+    """Truncate one or two parts to `room` tokens in total: drop tokens from the end of the longer part, or of
+    the second if both have the same length."""
+    if len(parts) == 1:
+        return [parts[0][:room]]
+    first, second = parts
+    keep_second = min(len(second), max(room // 2, room - len(first)))
+    return [first[: room - keep_second], second[:keep_second]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,112 +333,6 @@ def summary(manifest: ExamplesManifest) -> str:
         parts.append(f"{name} {split.examples:,} examples ({notes})")
     official = {None: "", True: "; official GLUE row counts", False: "; a subset, not a GLUE score"}
     return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
-
-
-@dataclasses.dataclass(frozen=True)
-class EncodedExamples:
-    """Concatenated token ids of n examples."""
-
-    ids: NDArray[np.uint16]  # [T]
-    offsets: NDArray[np.int64]  # [n + 1]
-    truncated: int
-    """Number of examples longer than the encoder's length."""
-    textless: NDArray[np.int64]
-    """Indices of examples in which at least one text has no tokens."""
-    letters: int
-    """Letters in the texts before truncation."""
-    lost_letters: int
-    """Letters that the tokenizer drops, and letters in unknown tokens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExampleEncoder:
-    """Encode examples as `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids; RoBERTa
-    tokenizers put two separators between the texts."""
-
-    tokenizer: Tokenizer
-    special: dict[str, int]
-    """Ids by role: pad, cls, sep and others."""
-    length: int
-    has_cls: bool = True
-    """False = encode as `A <sep>` or `A <sep> B <sep>`."""
-    separators: int = 1
-    """Number of separators between two texts."""
-    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Placeholder characters of bert_dp.examples.augment -> token ids."""
-    fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
-    """Callback that receives `ids` and `offsets` and replaces ids equal to HOLE_ID in place."""
-
-    @classmethod
-    def load(cls, path: Path, length: int) -> ExampleEncoder:
-        """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
-        tokenizer = tokens.load(path)
-        special = tokens.special_ids(tokenizer, str(path))
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        separators = tokens.separators_between(tokenizer, special) or 1
-        tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
-        return cls(tokenizer, special, length, separators=separators)
-
-    def encode(self, examples: Sequence[tuple[str, ...]]) -> EncodedExamples:
-        """Tokenize, truncate and frame the examples."""
-        rows, textless = list[list[int]](), list[int]()
-        truncated = letters = lost_letters = 0
-        head = [self.special["cls"]] if self.has_cls else []
-        between = [self.special["sep"]] * (self.separators - 1)
-        count_letters = tokens.loss_counter(self.tokenizer, self.special["unk"])
-        for index, (texts, parts) in enumerate(zip(examples, self._parts(examples), strict=True)):
-            for text, ids in zip(texts, parts, strict=True):
-                counted, lost = count_letters(text, ids)
-                letters += counted
-                lost_letters += lost
-            frame = len(head) + len(parts) + len(between) * (len(parts) - 1)
-            kept = truncate(parts, self.length - frame)
-            truncated += kept != parts
-            if not all(parts):
-                textless.append(index)
-            row = [*head]
-            for number, part in enumerate(kept):
-                row += [*(between if number else []), *part, self.special["sep"]]
-            rows.append(row)
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        ids_T = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
-        if self.fill_holes is not None:
-            self.fill_holes(ids_T, offsets)
-        return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
-
-    def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
-        """Return True if every text of some example has tokens. Stops after the first such batch."""
-        return any(all(parts) for parts in self._parts(examples))
-
-    def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
-        """Yield, for each example, the ids of each of its texts, without special tokens."""
-        for start in range(0, len(examples), BATCH_EXAMPLES):
-            batch = examples[start : start + BATCH_EXAMPLES]
-            pieces = [*chain.from_iterable(batch)]
-            if self.marks:  # encode the pieces between the marks
-                split = re.compile(f"[{''.join(self.marks)}]").split
-                pieces = [piece.rstrip() for text in pieces for piece in split(text)]
-            encoded = iter(self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
-            for example in batch:
-                yield [self._joined(text, encoded) for text in example]
-
-    def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Join the ids of a text's marks and of its pieces, taken from `pieces`."""
-        ids = list(next(pieces).ids)
-        for mark in filter(self.marks.__contains__, text):
-            ids += [self.marks[mark], *next(pieces).ids]
-        return ids
-
-
-def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
-    """Truncate one or two parts to `room` tokens in total: drop tokens from the end of the longer part, or of
-    the second if both have the same length."""
-    if len(parts) == 1:
-        return [parts[0][:room]]
-    first, second = parts
-    keep_second = min(len(second), max(room // 2, room - len(first)))
-    return [first[: room - keep_second], second[:keep_second]]
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ A file of examples contains `ids` uint16 [T], the tokens of all examples; `offse
 bounds; and `labels`, if known: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n].
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -17,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import safetensors.numpy
@@ -353,11 +351,8 @@ class Examples:
     labels: NDArray[Any] | None  # see LABEL_TYPES; None if the split has no labels
 
     @classmethod
-    def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Examples:
-        """Read a split of a prepared directory.
-
-        Raises ConfigError if the manifest lacks the split or the file does not match the manifest.
-        """
+    def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Self:
+        """Read a split of a prepared directory. Raises ConfigError if it does not match the manifest."""
         if split not in manifest.splits:
             message = f"no split {split!r}; available: {', '.join(manifest.splits)}"
             raise ConfigError([Issue(str(directory), "unknown", message, split)])

@@ -4,8 +4,6 @@ The model is a function of token ids and a padding mask, for any batch size and 
 weights for a class of transformers, or a graph without our code, as ONNX or an AOTInductor package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -40,6 +38,29 @@ from bert_dp.model.load import LoadedCheckpoint, RunModel, load_checkpoint
 from bert_dp.training import checkpoint
 
 MAX_BATCH = 2**16
+
+
+class ExportModule(nn.Module):
+    """Compute the OUTPUTS of a kind from inputs [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
+    hidden states [B, S, H]."""
+
+    def __init__(self, model: RunModel, kind: Kind):
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        real_BS = attention_mask != 0
+        if isinstance(self.model, BiLstm):
+            return (self.model(input_ids, real_BS).float(),)
+        x_BSH = self.model.model(input_ids, real_BS, token_type_ids)
+        if self.kind == "encoder":
+            return (x_BSH.float(),)
+        if isinstance(self.model, Classifier):
+            return (self.model.head(pool(x_BSH, real_BS, self.model.pooling), None).float(),)
+        table_VH = self.model.model.embeddings.tok_embeddings.weight
+        return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,29 +106,6 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
     file = files.tokenizer_of(loaded.path)
     special = tokens.special_ids(loaded.tokenizer, str(file))
     return ExportSource(**vars(loaded), kind=kind, tokenizer_file=file, special=special)
-
-
-class ExportModule(nn.Module):
-    """Compute the OUTPUTS of a kind from inputs [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
-    hidden states [B, S, H]."""
-
-    def __init__(self, model: RunModel, kind: Kind):
-        super().__init__()
-        self.model, self.kind = model, kind
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        real_BS = attention_mask != 0
-        if isinstance(self.model, BiLstm):
-            return (self.model(input_ids, real_BS).float(),)
-        x_BSH = self.model.model(input_ids, real_BS, token_type_ids)
-        if self.kind == "encoder":
-            return (x_BSH.float(),)
-        if isinstance(self.model, Classifier):
-            return (self.model.head(pool(x_BSH, real_BS, self.model.pooling), None).float(),)
-        table_VH = self.model.model.embeddings.tok_embeddings.weight
-        return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()
 
 
 def export(
