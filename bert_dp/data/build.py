@@ -312,11 +312,9 @@ def _route(
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that marks keys [D] uint64 seen for the first time over all calls.
-
-    It stores 8 bytes per key in sorted arrays of doubling size. The probability that any two of n different
-    documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents.
-    """
+    """Return a function that marks keys [D] uint64 seen for the first time over all calls. It stores 8 bytes
+    per key in sorted arrays of doubling size. The probability that any two of n different documents share a
+    key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:

@@ -247,10 +247,8 @@ class Source:
 
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
-    """Expand globs and directories, skipping files in `out`, which may contain an earlier build.
-
-    Raises ConfigError for every source that matches nothing, is not a regular file or has an unknown format.
-    """
+    """Expand globs and directories, skipping files in `out`, which may contain an earlier build. Raises
+    ConfigError for every source that matches nothing, is not a regular file or has an unknown format."""
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
@@ -318,10 +316,8 @@ def file_hash(path: Path) -> str:
 
 
 def documents(source: Source) -> Iterator[str]:
-    """Yield the non-blank documents of a source, in order.
-
-    Raises ConfigError with file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
-    """
+    """Yield the non-blank documents of a source, in order. Raises ConfigError with file, line (or row) and a
+    fix for corrupt, empty, binary or non-UTF-8 input."""
     name, key = source.name, source.text_field
     texts: Iterable[str]
     if name.startswith("builtin:"):

@@ -103,10 +103,8 @@ class Shards:
         return int(self._starts[-1])
 
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Read the sequences at `index_B`, [B, S], in that order.
-
-        Raises ConfigError for a token id outside the vocabulary, for which the embedding has no row.
-        """
+        """Read the sequences at `index_B`, [B, S], in that order. Raises ConfigError for a token id outside
+        the vocabulary, for which the embedding has no row."""
         out_BS = np.empty((len(index_B), self.length), TOKEN)
         shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
         for shard in np.unique(shard_B):

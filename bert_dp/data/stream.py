@@ -72,10 +72,8 @@ def hash64(*parts: Any) -> NDArray[np.uint64]:
 
 def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network over the next even
-    number of bits, with cycle walking (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
-
-    index: [B] int64 in [0, size); key: [1] or [B] uint64. Returns [B] int64.
-    """
+    number of bits, with cycle walking (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9). `index`: [B]
+    int64 in [0, size); `key`: [1] or [B] uint64. Returns [B] int64."""
     half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = (U64(1) << half) - U64(1)
     keys = np.broadcast_to(key, index.shape)
@@ -137,11 +135,9 @@ def key32(seed_B: NDArray[np.uint64]) -> Tensor:
 def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
-    """Return this replica's share of the held-out sequences, dealt round-robin, with fixed masks.
-
-    Every replica gets the same number of batches, padded with rows whose labels are IGNORE: shapes stay
-    static, and engines that communicate in the forward pass stay in step.
-    """
+    """Return this replica's share of the held-out sequences, dealt round-robin, with fixed masks. Every
+    replica gets the same number of batches, padded with rows whose labels are IGNORE: shapes stay static, and
+    engines that communicate in the forward pass stay in step."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))

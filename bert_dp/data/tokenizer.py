@@ -102,10 +102,8 @@ def normalize(text: str) -> str:
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
     """Return the normalizer: replace TeX-style quote pairs with ", apply NFKD and lower case, replace
-    characters that have an ASCII equivalent (REPLACED), drop other non-ASCII, collapse spaces.
-
-    Apart from quote pairs and spaces, no result depends on neighbouring characters; `normalize` relies on it.
-    """
+    characters that have an ASCII equivalent (REPLACED), drop other non-ASCII, collapse spaces. Apart from
+    quote pairs and spaces, no result depends on neighbouring characters; `normalize` relies on it."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
@@ -274,9 +272,7 @@ def size(tokenizer: Tokenizer) -> int:
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
     """Find ids by role (pad, unk, cls, sep, mask), spelled `<role>`, `[ROLE]`, or RoBERTa's `<s>`, `</s>`.
-
-    Raises ConfigError with every role that the tokenizer `name` lacks.
-    """
+    Raises ConfigError with every role that the tokenizer `name` lacks."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -293,11 +289,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return `num_special`, the lowest id of the random replacements for tokens.
-
-    Special tokens in the upper half are ignored, because some tokenizers (ModernBERT) put theirs at the end;
-    a random replacement then hits one of them a few times in 50 000.
-    """
+    """Return `num_special`, the lowest id of the random replacements for tokens. Special tokens in the upper
+    half are ignored, because some tokenizers (ModernBERT) put theirs at the end; a random replacement then
+    hits one of them a few times in 50 000."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
@@ -409,9 +403,7 @@ def encode_all(
     batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
     """Encode numbered batches in `processes` spawned processes (1 = in this process), preserving their order.
-
-    At most three batches per process are in memory. The processes exit with this one, however it exits.
-    """
+    At most three batches per process are in memory. The processes exit with this one, however it exits."""
     if processes == 1:
         encode = make_encoder(tokenizer_json, options)
         for index, texts in batches:

@@ -196,10 +196,8 @@ def text_loss(
     run: str, texts: Sequence[str], options: BuildConfig, tell: Progress, precision: str = "auto"
 ) -> TextLoss:
     """Measure the newest valid checkpoint of a run, or one checkpoint, on the documents in `texts`.
-
     `precision`: see inference_precision. Raises ConfigError for an unusable run or text, RunFailed if the
-    loss is not finite.
-    """
+    loss is not finite."""
     resolved = inputs.resolve(texts, options)
     loaded = load_checkpoint(checkpoint.resolve(run))
     path, facts, config, model = loaded.path, loaded.facts, loaded.config, loaded.model

@@ -156,11 +156,11 @@ def answer(argv: Sequence[str] | None) -> str:
     parser.add_argument("--data", type=Path, action="append", default=[])
     for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label", "--kind"):
         parser.add_argument(name)
+    parser.add_argument("--teacher-logits")
     for name in ("--tokenizer", "--replacing-model"):
         parser.add_argument(name, type=Path)
     for name in ("--length", "--copies"):
         parser.add_argument(name, type=int)
-    parser.add_argument("--teacher-logits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replace", default="none")
     options = parser.parse_args(argv)

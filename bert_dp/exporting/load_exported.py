@@ -2,9 +2,7 @@
 
 `python -I load_exported.py DIR IN OUT`: IN has the batches ids-0, mask-0 and, if the model has token types,
 types-0, ids-1 ... (safetensors); OUT gets output-0 ...; stdout gets a JSON line of facts. `bert-dp predict`
-uses `open_directory`.
-
-Axes: B sequences, S positions.
+uses `open_directory`. Axes: B sequences, S positions.
 """
 
 import json

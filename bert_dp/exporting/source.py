@@ -111,15 +111,12 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 def export(
     source: ExportSource, form: ExportFormat, out: Path, *, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write a run to the new directory `out`. `command`: for the model card.
-
-    Raises ConfigError if `out` is not empty, the format cannot represent the model, or a package is missing.
-    """
+    """Write a run to the new directory `out`. `command`: for the model card. Raises ConfigError if `out` is
+    not empty, the format cannot represent the model, or a package is missing."""
     if form == "aoti" and source.config.model.lstm_size:
         message = "torch.export would make the input length of a BiLSTM constant"
-        raise ConfigError(
-            [Issue("model.lstm_size", "unsupported", message, hint="use `bert-dp export onnx`")]
-        )
+        hint = "use `bert-dp export onnx`"
+        raise ConfigError([Issue("model.lstm_size", "unsupported", message, hint=hint)])
     # before writing: a signal during such an import may kill this process before it can clean up
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         require(package, "export", "export onnx")

@@ -55,10 +55,8 @@ def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
 
 
 class TiedLookup(torch.autograd.Function):
-    """Return (weight[ids], weight), the second for the decoder, which is tied to the embedding.
-
-    The matrix gets one gradient, not two: that of the looked-up rows is added to the decoder's in place.
-    """
+    """Return (weight[ids], weight), the second for the decoder, which is tied to the embedding. The matrix
+    gets one gradient, not two: that of the looked-up rows is added to the decoder's in place."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,10 +84,8 @@ class TiedEmbedding:
         return F.cross_entropy(kernels.widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return [2, P]: each position's cross entropy, and 1 if its label has the greatest logit.
-
-        Both are 0 for a label of IGNORE.
-        """
+        """Return [2, P]: each position's cross entropy, and 1 if its label has the greatest logit. Both are 0
+        for a label of IGNORE."""
         wide_PV = kernels.widened(logits_PV)
         loss_P = F.cross_entropy(wide_PV, labels_P, ignore_index=IGNORE, reduction="none")
         label_logit_P = wide_PV.gather(1, labels_P.clamp(min=0)[:, None])[:, 0]
@@ -321,11 +317,9 @@ class Encoder(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """Apply dense, GELU and norm if configured, then the tied decoder and its loss.
-
-    `final_norm`: the encoder's norm, if `x_PH` is not normalised yet. The head applies it to the predicted
-    positions only, within one compiled graph.
-    """
+    """Apply dense, GELU and norm if configured, then the tied decoder and its loss. `final_norm`: the
+    encoder's norm, if `x_PH` is not normalised yet. The head applies it to the predicted positions only,
+    within one compiled graph."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
@@ -373,11 +367,8 @@ class EncoderModel(Model):
         return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
-        """Return how tensor parallelism splits parameters; see `Model.tensor_plan`.
-
-        Attention is split by heads, the MLP by intermediate columns, the vocabulary by rows; the rest is
-        whole.
-        """
+        """Return how tensor parallelism splits parameters; see `Model.tensor_plan`. Attention is split by
+        heads, the MLP by intermediate columns, the vocabulary by rows; the rest is whole."""
         fused = 2 if self.gated else 1
         splits = {
             "tok_embeddings.weight": (0, 1),
