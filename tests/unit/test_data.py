@@ -97,30 +97,6 @@ def test_permute_reaches_beyond_32_bits_and_follows_its_key() -> None:
     assert len(orders) == 25
 
 
-def chi_square(counts: NDArray[np.int64]) -> float:
-    expected = counts.sum() / counts.size
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def test_permute_is_uniform_over_places_and_pairs() -> None:
-    """10 x 10 table of (index, image) over 4000 keys: 81 degrees of freedom, mean 81, s.d. 12.7."""
-    keys, size = 4000, 10
-    index = np.tile(np.arange(size), keys)
-    key = np.repeat(hash64(np.arange(keys)), size)
-    out = permute(index, size, key)
-    table = np.zeros((size, size), np.int64)
-    np.add.at(table, (index, out), 1)
-    assert 81 - 5 * 12.7 < chi_square(table) < 81 + 5 * 12.7
-    following = (out.reshape(keys, size)[:, 1:] - out.reshape(keys, size)[:, :-1]) % size
-    steps = np.bincount(following.ravel(), minlength=size)[1:]  # uniform over 1..9: 8 degrees of freedom
-    assert chi_square(steps) < 8 + 5 * 4
-
-
-def test_hash64_feels_every_part_and_its_place() -> None:
-    seen = [hash64(*parts)[0] for parts in ((0,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (1,), (2**63,))]
-    assert len(set(seen)) == len(seen)
-
-
 # --- masks
 
 
@@ -160,18 +136,6 @@ def test_mask_touches_nothing_else_and_labels_are_originals(
     untouched[positions] = False
     assert np.array_equal(ids.reshape(-1)[untouched], before.reshape(-1)[untouched])
     assert np.array_equal(labels, before.reshape(-1)[positions])
-
-
-def test_random_tokens_are_ordinary_and_uniform() -> None:
-    count, num_masked = 4000, 10
-    rows = np.full((count, 16), 7, np.uint16)
-    ids, positions, _ = mask(rows, hash64(np.arange(count)), num_masked, VOCABULARY)
-    now = ids.reshape(-1)[positions]
-    drawn = now[(now != VOCABULARY.mask_id) & (now != 7)]
-    assert drawn.min() >= VOCABULARY.num_special
-    assert drawn.max() < VOCABULARY.size
-    counts = np.bincount(drawn, minlength=64)[8:]  # 56 other tokens: 55 degrees of freedom, s.d. 10.5
-    assert chi_square(counts) < 55 + 5 * 10.5
 
 
 # --- batches
