@@ -280,7 +280,7 @@ SLIPS = (
         "bert_dp/evaluation/scores.py",
         "logits[:, 1] - logits[:, 0]",
         "logits[:, 1]",
-        "tests/unit/test_scores.py",
+        "tests/parity/test_scores.py",
     ),
     # checkpoints
     Slip(

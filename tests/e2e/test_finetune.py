@@ -1,4 +1,4 @@
-"""`bert-dp finetune` as a user runs it: from a pretrained run and files of labelled examples."""
+"""`bert-dp finetune` and `distill` as a user runs them, from a pretrained run and files of examples."""
 
 import json
 import re
@@ -9,11 +9,13 @@ import pytest
 
 import bert_dp as package
 from bert_dp.files import PREDICTIONS
+from bert_dp.model.bilstm import BiLstm
+from bert_dp.model.classifier import Classifier
 from launcher import job
 from launcher.cli.reports import report_of
 from tests.e2e.cli import TINY, bert_dp, here, refused
 from tests.glue_fixture import write_two_tasks
-from tests.helpers import read_json, read_lines
+from tests.helpers import CONFIGS, read_json, read_lines, write_files, write_lines
 
 WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
 ANIMALS = ("the cat sat on {},meow", "the dog sat on {},woof")
@@ -155,3 +157,93 @@ def test_without_scikit_learn_nothing_starts(
     monkeypatch.setattr(job, "has_package", lambda name: name != "sklearn")
     said = refused("finetune", str(run_dir), *OWN, cwd=files)
     assert "objective.name: scoring needs sklearn and scipy; `pip install " in said
+
+
+# --- distillation
+
+
+PLAIN = ("--train", "train.csv", "--dev", "dev.csv")
+PAIRS = ("--train", "train-pairs.csv", "--dev", "dev-pairs.csv")
+OTHER = ("--train", "train-other.csv", "--dev", "dev-other.csv")
+DRAWN = ("--copies", "3", "--replace", "mlm", "--embeddings", "teacher", "distill.alpha=0.5")
+SHORT = ("schedule.epochs=1", "batch.global_size=16", "batch.micro_size=4", "precision=fp32")
+
+
+@pytest.fixture(scope="module")
+def folder(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs `crammed`, `teacher` and `pairs` beside the files that they learned from."""
+    folder = tmp_path_factory.mktemp("distill")
+    for name, count in (("train", 24), ("dev", 7)):
+        rows = [(f"the {('cat', 'dog')[i % 2]} sat on {WORDS[i % 9]}", "ab"[i % 2]) for i in range(count)]
+        for kind, header, more in (("", "", ""), ("-pairs", ",text_pair", "the rain,"), ("-other", "", "c")):
+            lines = [f"text{header},label", *(f"{text},{more}{label}" for text, label in rows)]
+            write_files(folder, {f"{name}{kind}.csv": "\n".join(lines)})
+    logits = ({"text": f"the {WORDS[i % 15]} ran {i}", "logits": [i % 2, 1.5]} for i in range(30))
+    write_lines(folder / "logits.jsonl", logits)
+    (folder / "runs").mkdir()
+    (folder / "runs/crammed").symlink_to(run_dir)
+    for name, files in (("teacher", PLAIN), ("pairs", PAIRS)):
+        asked = ("finetune", "runs/crammed", "schedule.epochs=1", *files, "--nproc", "1")
+        done = bert_dp(*asked, "--run-dir", f"runs/{name}", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def distilled(folder: Path, name: str, *arguments: str) -> str:
+    done = bert_dp("distill", *arguments, *SHORT, "--run-dir", name, cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert 0 <= read_json(folder / name / "summary.json")["heldout"]["scores"]["dev/accuracy"] <= 1
+    assert [line["label"] for line in read_lines(folder / name / "predictions.jsonl")] == [0, 1] * 3 + [0]
+    return done.stderr
+
+
+def test_a_bilstm_learns_on_two_ranks_and_the_commands_of_the_page_run(folder: Path) -> None:
+    """From masks and words that the pretrained run draws."""
+    said = distilled(folder, "lstm", "runs/teacher", *PLAIN, *DRAWN)
+    assert "transfer set: " in said
+    assert "warning: the student is larger than the teacher" in said
+    model, _ = package.load(folder / "lstm")
+    assert isinstance(model, BiLstm)
+    assert (model.embedding.weight.shape[1], model.left_to_right.hidden_size) == (32, 150)
+    (block,) = re.findall(
+        r"```bash\n(.*?)```", (CONFIGS.parent / "docs/distilling.md").read_text(), re.DOTALL
+    )
+    commands = [line.split()[1:] for line in block.splitlines()]
+    assert [words[0] for words in commands] == ["distill"] * 3 + ["predict"]
+    for words in commands[:3]:
+        done = here(*words, "--dry-run", cwd=folder)
+        assert done.returncode == 0, done.stderr
+    (folder / "runs/student").symlink_to(folder / "lstm")
+    done = here(*commands[3], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["label"] in "ab" for line in done.stdout.splitlines()] == [True] * 7
+
+
+def test_pairs_a_pretrained_student_and_logits_of_any_model(folder: Path) -> None:
+    distilled(folder, "of-pairs", "runs/pairs", *PAIRS, "--replace", "none")
+    model, _ = package.load(folder / "of-pairs")
+    assert model.pair
+    assert model.dense.in_features == 8 * 150
+    small = ("--copies", "1", "--replace", "none", "--student", "runs/crammed")
+    distilled(folder, "small", "runs/teacher", *PLAIN, *small)
+    model, _ = package.load(folder / "small")
+    assert isinstance(model, Classifier)
+    assert read_json(folder / "small/summary.json")["init_from"]["tensors"] > 10
+    said = distilled(folder, "any", "runs/crammed", *PLAIN, "--teacher-logits", "logits.jsonl")
+    assert "transfer set: 30 texts" in said
+    assert "teacher's logits" not in said
+
+
+def test_a_distillation_that_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
+    of_teacher, plain = ("runs/teacher", *PLAIN), ("--replace", "none")
+    for told, *arguments in (
+        ("TEACHER: runs/crammed is a pretrained run", "runs/crammed", *PLAIN),
+        ("TEACHER: none does not exist", "none", *PLAIN),
+        ("TEACHER: the teacher has labels", "runs/teacher", *OTHER, *plain),
+        ("TEACHER: the teacher has pair False", "runs/teacher", *PAIRS, *plain),
+        ("--copies: ", *of_teacher, "--teacher-logits", "logits.jsonl", "--copies", "2"),
+        ("needs a BiLSTM", *of_teacher, "--student", "quickstart", "--embeddings", "teacher"),
+        ("--embeddings: none.txt is not a file", *of_teacher, "--embeddings", "none.txt"),
+    ):
+        assert told in refused("distill", *arguments, "--run-dir", str(tmp_path / "run"), cwd=folder)
+    assert not (tmp_path / "run").exists()
