@@ -94,17 +94,10 @@ def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
     }
     task = Finetuning(resolve([settings(out, **own)]), device)
     task.open_data()
-    context = Context(
-        comm=comm,
-        device=device,
-        precision=choose_precision("fp64", device),
-        dp_rank=world.rank,
-        dp_size=world.size,
-        tensor=1,
-        progress=lambda: None,
-        stopped=lambda: False,
-        run_dir=out if world.rank == 0 else None,
-    )
+    calls: dict[str, Any] = {"progress": lambda: None, "stopped": lambda: False}
+    replica = {"dp_rank": world.rank, "dp_size": world.size, "tensor": 1, **calls}
+    run_dir = out if world.rank == 0 else None
+    context = Context(comm, device, choose_precision("fp64", device), run_dir=run_dir, **replica)
     measured = task.evaluate(SumOfTokens(outputs), context)
     (out / f"scores-{world.rank}.json").write_text(json.dumps(measured))
 
