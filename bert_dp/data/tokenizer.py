@@ -434,15 +434,15 @@ def _start(tokenizer_json: str, options: BuildConfig) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = make_encoder(tokenizer_json, options)
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _encoder = make_encoder(tokenizer_json, options)
 
 
 _encoder: Callable[[list[str]], EncodedDocuments] | None = None  # of a spawned process

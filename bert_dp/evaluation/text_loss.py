@@ -3,9 +3,7 @@
 Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data. They
 are read twice: for the loss of single tokens, then for the loss of whole words per byte, which can be
 compared between runs with different vocabularies. The predicted tokens depend only on (document, position),
-the hidden words only on (document, word index), never on neighbouring documents.
-
-Axes: D documents, T tokens in total, W words of a document.
+the hidden words only on (document, word index). Axes: D documents, T tokens in total, W words of a document.
 """
 
 import contextlib

@@ -69,9 +69,6 @@ def _class_for(config: Config, kind: Kind) -> tuple[str, str, Any, Any]:
     return _CLASSES[native_class(config.model) or ""]
 
 
-# --- config.json
-
-
 def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
     """Return the settings in the layouts of transformers 5 and 4."""
     model = config.model
@@ -136,9 +133,6 @@ def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> di
 def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
     """Return the number of rows before the first position in the class's table."""
     return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
-
-
-# --- tensors
 
 
 def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:

@@ -1,7 +1,5 @@
-"""Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136).
-
-Axes: B examples, S positions, E embedding (model.hidden_size), H units per direction, L labels.
-"""
+"""Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136). Axes: B examples, S positions, E
+embedding (model.hidden_size), H units per direction, L labels."""
 
 import torch
 from torch import Tensor, nn
