@@ -197,12 +197,8 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
     two = make(source, tmp_path / "two", dedup="near", held_out_fraction=0.2, processes=2)
     assert two["hash"] == manifest["hash"]
     assert make(source, tmp_path / "none", dedup="none")["dropped"]["exact_duplicate"] == 0
-
-
-def test_near_dedup_goes_by_its_threshold(tmp_path: Path) -> None:
-    """Of 51 shingles 21 are shared."""
-    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]
-    source = write(tmp_path / "a.txt", [*prose(60), *half])
+    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]  # of 51 shingles 21 are shared
+    source = write(tmp_path / "b.txt", [*prose(60), *half])
     for threshold, dropped in ((0.2, 1), (0.9, 0)):
         made = make(source, tmp_path / f"{threshold}", dedup="near", near_threshold=threshold)
         assert made["dropped"]["near_duplicate"] == dropped
@@ -424,17 +420,14 @@ def test_what_a_build_cannot_use_is_refused(
         assert (issue.setting, issue.kind) == (setting, kind)
 
 
-def test_special_tokens_by_the_names_of_other_libraries() -> None:
-    """RoBERTa frames by <s> and </s>; where a tokenizer has both spellings, the role's own name counts."""
+def test_special_tokens_by_the_names_of_other_libraries_and_where_ordinary_ones_begin() -> None:
+    """RoBERTa frames by <s> and </s>; where a tokenizer has both spellings, the role's own name counts.
+    Ordinary tokens begin behind the special ones of the lower half; ModernBERT keeps most at the end."""
     roberta = {t: i for i, t in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>"])}
     found = tokenizer.special_ids(Tokenizer(models.WordPiece(roberta, unk_token="<unk>")), "it")
     assert found == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 5}
     ours = tokenizer.train(["a b"], model="wordpiece", vocab_size=40, with_normalizer=True)
     assert tokenizer.special_ids(ours, "it") == {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
-
-
-def test_ordinary_tokens_begin_behind_the_special_ones_of_the_lower_half() -> None:
-    """Which ModernBERT keeps at the end, but for two."""
     for specials, expected in (([0, 1, 2, 3, 4], 5), ([90, 91, 92, 0, 7], 8), ([95, 96, 97, 98, 99], 0)):
         names = dict(zip(specials, SPECIALS, strict=True))
         vocabulary = {names.get(i, f"w{i}"): i for i in range(100)}
@@ -555,7 +548,7 @@ def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
     assert len(set(starts)) > 1
 
 
-def test_ensure_builds_once_and_follows_the_source(
+def test_ensure_builds_once_follows_the_source_and_keeps_out_others(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
@@ -572,6 +565,15 @@ def test_ensure_builds_once_and_follows_the_source(
         assert shards.verify(builder.ensure(config(source))) == []  # made again
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
+    (tmp_path / "cache").chmod(0o777)  # others may write to it
+    (issue,) = raised_issues(builder.ensure, config(source))
+    assert (issue.setting, issue.kind) == ("BERT_DP_CACHE", "unsupported")
+    assert input_issues(config(source)) == [issue]
+    (tmp_path / "cache").chmod(0o755)
+    assert record.cache_issues() == []
+    if os.getuid() == 0:  # only root can give a directory away
+        os.chown(tmp_path / "cache", 12_345, -1)
+        assert len(record.cache_issues()) == 1
 
 
 def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) -> None:
@@ -614,21 +616,6 @@ def test_a_build_that_the_user_names_has_the_users_modes(tmp_path: Path) -> None
     out = tmp_path / "out"
     assert out.stat().st_mode & 0o777 == 0o750
     assert {p.stat().st_mode & 0o777 for p in out.iterdir()} == {0o640}
-
-
-def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    settings = config(write(tmp_path / "a.txt", prose(100)))
-    builder.ensure(settings)
-    (tmp_path / "cache").chmod(0o777)
-    (issue,) = raised_issues(builder.ensure, settings)
-    assert (issue.setting, issue.kind) == ("BERT_DP_CACHE", "unsupported")
-    assert input_issues(settings) == [issue]
-    (tmp_path / "cache").chmod(0o755)
-    assert record.cache_issues() == []
-    if os.getuid() == 0:  # only root can give a directory away
-        os.chown(tmp_path / "cache", 12_345, -1)
-        assert len(record.cache_issues()) == 1
 
 
 def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
@@ -674,7 +661,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert not list(tmp_path.glob(".out.*"))
 
 
-def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting(tmp_path: Path) -> None:
+def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting_and_limit(tmp_path: Path) -> None:
     directory = write_shards(tmp_path / "s", train=380, held_out=5, vocab_size=4096)
     with edited_manifest(directory) as edited:
         edited["dropped"] = {"empty": 4, "tokens_per_char": 5, "exact_duplicate": 6, "near_duplicate": 0}
@@ -683,9 +670,6 @@ def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting(tmp_path: P
     assert "0.335 or more" in few
     assert "data.build.max_tokens_per_char" in few
     assert "data.build.dedup" in many
-
-
-def test_the_limit_of_tokens_per_character_follows_from_the_vocabulary() -> None:
     sizes = (4096, 8192, 16384, 32768, 65535)
     limits = [tokenizer.max_tokens_per_char(BuildConfig(), size) for size in sizes]
     assert limits == pytest.approx([0.3352, 0.2992, 0.2708, 0.25, 0.2368], abs=1e-4)

@@ -333,7 +333,7 @@ def test_a_word_is_replaced_by_those_of_its_tag_by_their_frequency() -> None:
     draw = Random(0)
     nouns, verbs = (Counter(replace(text, 2, draw) for _ in range(10_000)) for text in texts)
     assert (nouns.keys(), verbs.keys()) == ({"dog", "cat"}, {"Run", "Walk"})
-    assert [nouns["dog"], verbs["Run"]] == pytest.approx([7500, 6667], abs=140)  # 3 standard deviations
+    assert [nouns["dog"], verbs["Run"]] == pytest.approx([7500, 6667], abs=130)  # 3 standard deviations
 
 
 def test_a_copy_follows_from_its_numbers_and_changes_one_text_of_a_pair_or_both() -> None:
@@ -372,9 +372,9 @@ def test_a_mask_in_a_text_becomes_the_token(tmp_path: Path) -> None:
         words.save(str(tmp_path / "tokenizer.json"))
         plain = ExampleEncoder.load(tmp_path / "tokenizer.json", 32)
         masks = dataclasses.replace(plain, marks={MASK: plain.special["mask"], HOLE: HOLE_ID})
-        parts = [plain.encode([(part,)]).ids[1:-1] for part in ("a", " film with")]
+        (cls, *first, sep), second = (plain.encode([(part,)]).ids for part in ("a", " film with"))
         mask = plain.special["mask"]
-        expected = [plain.special["cls"], *parts[0], mask, *parts[1], HOLE_ID, plain.special["sep"]]
+        expected = [cls, *first, mask, *second[1:-1], HOLE_ID, sep]
         assert masks.encode([(f"a {MASK} film with {HOLE}",)]).ids.tolist() == expected
         assert mask not in plain.encode([(f"a {MASK}",)]).ids
 

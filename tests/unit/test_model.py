@@ -413,13 +413,10 @@ def test_neighbours_are_independent() -> None:
             assert abs(both.mean() - p * p) < 6 * (p * p * (1 - p * p) / both.numel()) ** 0.5, axis
 
 
-def test_a_cut_of_the_grid_drops_the_same() -> None:
+def test_a_cut_of_the_grid_drops_the_same_and_so_do_many_places_at_once() -> None:
     whole = dropped(FOUR_KEYS, 100, 70, 0.1)
     assert torch.equal(dropped(FOUR_KEYS, 30, 20, 0.1), whole[:, :30, :20])
     assert torch.equal(dropped(FOUR_KEYS[2:], 100, 70, 0.1), whole[2:])
-
-
-def test_the_keys_of_many_places_are_those_of_each() -> None:
     places = torch.arange(6, dtype=torch.int32)[:, None]
     assert torch.equal(
         fold_in(FOUR_KEYS, places), torch.stack([fold_in(FOUR_KEYS, place) for place in range(6)])

@@ -232,6 +232,10 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     )
     row = text_report(few).sections[0].tables[0].rows[0]  # Student's t of one degree of freedom: 12.706
     assert row.cells[0].text.endswith(" \u00b1 0.1271")
+    fp32, bf16 = (measure(run_dir, path, options=options, precision=name) for name in ("fp32", "bf16"))
+    assert measured == fp32, "no GPU is here"
+    assert bf16.precision == "bfloat16"
+    assert 0 < abs(bf16.predicted.loss - fp32.predicted.loss) < 0.01
     path.write_text(" ".join(DOCUMENTS[:9]))
     alone = measure(run_dir, path, options=options)
     assert (alone.documents, alone.predicted.loss_se) == (1, None)
@@ -245,17 +249,6 @@ def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path
     assert measure(run_dir, tmp_path / "a.txt").documents_without_tokens == 2
     (issue,) = raised_issues(measure, run_dir, tmp_path / "lost.txt")
     assert (issue.setting, issue.kind, issue.other) == ("TEXT", "conflict", "RUN")
-
-
-def test_what_is_measured_in_bf16_says_so(run_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
-    auto, fp32, bf16 = (
-        measure(run_dir, tmp_path / "a.txt", precision=name) for name in ("auto", "fp32", "bf16")
-    )
-    assert auto == fp32, "no GPU is here"
-    assert (fp32.precision, bf16.precision) == ("float32", "bfloat16")
-    losses = [found.predicted.loss for found in (fp32, bf16)]
-    assert 0 < abs(losses[1] - losses[0]) < 0.01
 
 
 def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> None:
