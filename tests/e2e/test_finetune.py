@@ -129,10 +129,12 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not place.exists()
 
 
-def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
+def test_a_run_without_tokenizer_or_checkpoint_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(run_dir, tmp_path / "bare")
     for path in bare.rglob("tokenizer.json"):
         path.unlink()
+    for place, told in ((tmp_path / "none", "does not exist"), (files, "contains no checkpoint")):
+        assert told in refused("finetune", str(place), *OWN, cwd=files)
     told = f"copy the tokenizer.json of its shards to {bare / 'tokenizer.json'}"
     write_two_tasks(tmp_path / "glue")
     for arguments in (
@@ -143,12 +145,7 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
         said = refused(*arguments, cwd=files)
         assert told in said or f"{bare}/checkpoints/step-00000000/tokenizer.json: No such file" in said
         assert all(line.startswith("error: ") for line in said.splitlines())
-
-
-def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
-    for place, told in ((tmp_path / "none", "does not exist"), (files, "contains no checkpoint")):
-        assert told in refused("finetune", str(place), *OWN, cwd=files)
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+    assert read_json(run_dir / "summary.json")["status"] == "done"
 
 
 def test_without_scikit_learn_nothing_starts(

@@ -64,13 +64,10 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
         torch.testing.assert_close(alone, padded, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_no_class_has_is_refused() -> None:
+def test_a_head_drops_where_its_class_does() -> None:
+    """And nowhere else, nor twice the same. A head that no class has is refused."""
     with pytest.raises(ConfigError, match=r"finetune\.head: native, but transformers has no class"):
         Classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"))
-
-
-def test_a_head_drops_where_its_class_does() -> None:
-    """And nowhere else, nor twice the same."""
     places = {"ModernBERT": {"classifier"}, "RobertaPreLayerNorm": {"dense", "classifier"}}
     for variant, dropping in {"crammed": {"classifier"}, "EuroBERT": set(), **places}.items():
         name = "recipe" if variant == "crammed" else "native"

@@ -358,7 +358,7 @@ def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
     assert make(cased, tmp_path / "e", normalize=False)["dropped"]["exact_duplicate"] == 0
 
 
-def test_byte_level_bpe_keeps_every_text() -> None:
+def test_byte_level_bpe_keeps_every_text_and_no_vocabulary_is_larger_than_asked() -> None:
     docs = [*prose(100), *russian(100), "\u4e2d\u6587\u8a9e\U0001f600 a  b\t"]
     trained = tokenizer.train(docs, model="byte_bpe", vocab_size=400, with_normalizer=False)
     assert tokenizer.size(trained) == 400
@@ -366,9 +366,6 @@ def test_byte_level_bpe_keeps_every_text() -> None:
     only_bytes = tokenizer.train(docs, model="byte_bpe", vocab_size=263, with_normalizer=False)
     assert tokenizer.size(only_bytes) == MIN_BYTE_VOCAB_SIZE
     assert len(only_bytes.encode("\u4e2d", add_special_tokens=False).ids) == 3
-
-
-def test_a_vocabulary_is_never_larger_than_asked_or_than_the_text_gives() -> None:
     for asked, least, most in ((30_000, 50, 2000), (16, 10, 16)):
         trained = tokenizer.train(prose(60), model="wordpiece", vocab_size=asked, with_normalizer=True)
         assert least < tokenizer.size(trained) == trained.get_vocab_size() <= most
@@ -625,10 +622,6 @@ def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
     write(tmp_path / "a.txt", prose(40_000))
@@ -640,7 +633,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
     assert process.stderr is not None
     while "tokenize" not in process.stderr.readline():
         assert process.poll() is None
-    workers = children(process.pid)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)

@@ -59,16 +59,12 @@ def test_hostile_settings_and_options(tmp_path: Path) -> None:
         ("unknown setting", "no.such." + "x" * 5000 + "=1"),
     ):
         refuse((*BASE, "--set", setting), named)
-    for option in (
-        ("--nproc", LONG),
-        ("--run-dir", "a" * 256),
-        ("--run-dir", "\udcff"),
-        ("--resume", "a" * 256),
-    ):
+    name = "a" * 256
+    for option in (("--nproc", LONG), ("--run-dir", name), ("--run-dir", "\udcff"), ("--resume", name)):
         refuse((*BASE, *option))
     for count in ("0", LONG):
         refuse(("data", "build", "builtin", "--out", "x", "--processes", count))
-    refuse(("train", "a" * 256, *BASE[2:]))
+    refuse(("train", name, *BASE[2:]))
     path = tmp_path / "config.yaml"
     path.write_text("a: &a [x]\nb: [*a, *a]\n")
     refuse(("train", str(path), *BASE[2:]), "aliases")
