@@ -35,7 +35,7 @@ MODULES = {
     "bert_dp/config/batch.py": ["test_config.py", "test_checks.py", "test_rates.py"],
     "bert_dp/config/checks.py": ["test_config.py", "test_checks.py"],
     "bert_dp/cost.py": ["test_cost.py", "test_stats.py"],
-    "bert_dp/data/stream.py": ["test_data.py"],
+    "bert_dp/data/stream.py": ["test_data.py", "test_mlm.py"],
     "bert_dp/training/noise.py": ["test_noise_estimate.py"],
 }
 """Each with the files of tests/unit that are to notice."""

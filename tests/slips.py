@@ -131,7 +131,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "shorter-text-cut-first": ("max(room // 2, room - len(first))", "room // 2"),
         "dev-share-counts-as-glue": ("None if labelled.official is None else False", "labelled.official"),
     },
-    ("bert_dp/evaluation/scores.py", "tests/unit/test_scores.py"): {
+    ("bert_dp/evaluation/scores.py", "tests/parity/test_scores.py"): {
         "auc-of-one-logit": ("logits[:, 1] - logits[:, 0]", "logits[:, 1]")
     },
     # checkpoints
@@ -192,10 +192,10 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("bert_dp/evaluation/prediction.py", "tests/unit/test_distill.py"): {
         "teachers-logits-in-order-of-length": ("[np.argsort(np.concatenate(together))]", "")
     },
-    ("bert_dp/model/bilstm.py", "tests/unit/test_bilstm.py"): {
+    ("bert_dp/model/bilstm.py", "tests/unit/test_distill.py"): {
         "reversed-with-padding": ("length_B[:, None] - 1 - place_S)", "ids_BS.shape[1] - 1 - place_S)[None]")
     },
-    ("bert_dp/examples/augment.py", "tests/unit/test_augment.py"): {
+    ("bert_dp/examples/augment.py", "tests/unit/test_distill.py"): {
         "copies-without-the-seed": ('Random(f"{seed}/{example}/{copy}")', 'Random(f"{example}/{copy}")'),
         "copies-that-repeat-an-example": ("for row in copies if row.texts not in seen", "for row in copies"),
     },

@@ -29,15 +29,7 @@ from tokenizers import Tokenizer
 
 from bert_dp import files
 from bert_dp.config import BuildConfig, Config, ConfigError, Issue, Manifest, load_config, read_manifest
-from bert_dp.config.manifest import (
-    ANY_LANGUAGE,
-    REFUSED_LOSS,
-    SourceFile,
-    format_of,
-    hash_json,
-    loss_warnings,
-    with_hash,
-)
+from bert_dp.config import manifest as manifests
 from bert_dp.data import readers as inputs
 from bert_dp.data import shards
 from bert_dp.data import tokenizer as tokens
@@ -101,7 +93,7 @@ def build(
             if before != [*map(inputs.identity, found)]:
                 message = "a source changed while it was being read"
                 raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
-    for line in (*filter_warnings(manifest), *loss_warnings(manifest.sources)):
+    for line in (*filter_warnings(manifest), *manifests.loss_warnings(manifest.sources)):
         tell(f"warning: {line}", 0, 0)
     return manifest
 
@@ -132,14 +124,14 @@ def cache_dir(config: Config) -> Path:
     options, the tokenizer and every source's name, size and mtime. Raises ConfigError."""
     data = config.data
     facts = {
-        "format": format_of(Manifest),
+        "format": manifests.format_of(Manifest),
         "build": data.build.model_dump(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None,
         "sources": [inputs.identity(source) for source in inputs.resolve(data.sources or (), data.build)],
     }
-    return files.cache_root() / hash_json(facts)[:20]
+    return files.cache_root() / manifests.hash_json(facts)[:20]
 
 
 def find(config: Config) -> Path | None:
@@ -207,7 +199,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
         "build": plan.settings,
         "dropped": dropped,
     }
-    write_json(work / Manifest.file_name, with_hash(Manifest, content))
+    write_json(work / Manifest.file_name, manifests.with_hash(Manifest, content))
     return read_manifest(work)
 
 
@@ -233,13 +225,13 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
     return Path(path).read_text(encoding="utf-8"), None
 
 
-def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
-    """Return the name of a source; for a file also its size and, if `hashed`, its hash."""
+def source_record(source: inputs.Source) -> dict[str, Any]:
+    """Return the name of a source; for a file also its size and hash."""
     record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     if source.path is not None:
         record["name"] = source.path.name  # without directory: the same text elsewhere is the same build
         record["bytes"] = inputs.file_identity(source.path)["bytes"]
-        record["sha256"] = inputs.file_hash(source.path) if hashed else None
+        record["sha256"] = inputs.file_hash(source.path)
     return record
 
 
@@ -252,10 +244,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Sample documents to train a tokenizer on, depending only on the texts; return them and the total count.
-
-    The sample is all documents whose CRC-32 is below a bound, halved whenever it exceeds SAMPLE_BYTES.
-    """
+    """Sample up to SAMPLE_BYTES of the documents, by their CRC-32; return them and the total count."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -282,10 +271,8 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, then write each document to train or held_out by the hash of its text. Add counts to
-    the records of the sources; return the number of documents dropped by each stage.
-
-    Raises ConfigError at the end of a source if the tokenizer loses too much of it.
+    """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
+    source's record; return the number dropped by each stage. Raises ConfigError at the end of a lossy source.
     """
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
@@ -325,11 +312,9 @@ def _route(
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that marks keys [D] uint64 seen for the first time over all calls.
-
-    It stores 8 bytes per key in sorted arrays of doubling size. The probability that any two of n different
-    documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents.
-    """
+    """Return a function that marks keys [D] uint64 seen for the first time over all calls. It stores 8 bytes
+    per key in sorted arrays of doubling size. The probability that any two of n different documents share a
+    key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:
@@ -350,10 +335,10 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
     """Raise ConfigError if the tokenizer loses more than REFUSED_LOSS of a source."""
-    source = SourceFile(**record)
-    if source.loss > REFUSED_LOSS:
+    source = manifests.SourceFile(**record)
+    if source.loss > manifests.REFUSED_LOSS:
         without = "" if plan.config.data.tokenizer is None else "omit data.tokenizer (--tokenizer), and "
-        hint = f"{without}{ANY_LANGUAGE}, or omit the source"
+        hint = f"{without}{manifests.ANY_LANGUAGE}, or omit the source"
         message = f"{source.name}: {source.loss_words()}"
         raise ConfigError([Issue("data.sources", "out_of_range", message, source.loss, hint=hint)])
 

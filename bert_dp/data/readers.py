@@ -31,16 +31,8 @@ CHUNK_BYTES = 2**20
 ZSTD_WINDOW_BYTES = 2**31  # the maximum, made by zstd --long=31
 PACKED_BYTES = 512  # a call decompresses all of its input, to up to 32 768 times its size
 COMPRESSIONS = (".gz", ".xz", ".zst")
-FORMATS = {
-    "": "text",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".parquet": "parquet",
-}
+FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
+FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
 """Suffix -> format of a file."""
 # the library's tests are not documentation, and site-packages differs between machines
 NOT_DOCUMENTATION = frozenset(
@@ -254,14 +246,9 @@ class Source:
     """End of a document in a text file: line or blank_line."""
 
 
-def resolve(
-    sources: Sequence[str], options: BuildConfig | None = None, out: Path | None = None
-) -> list[Source]:
-    """Expand globs and directories, skipping files in `out`, which may contain an earlier build.
-
-    Raises ConfigError for every source that matches nothing, is not a regular file or has an unknown format.
-    """
-    options = options or BuildConfig()
+def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
+    """Expand globs and directories, skipping files in `out`, which may contain an earlier build. Raises
+    ConfigError for every source that matches nothing, is not a regular file or has an unknown format."""
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
@@ -329,10 +316,8 @@ def file_hash(path: Path) -> str:
 
 
 def documents(source: Source) -> Iterator[str]:
-    """Yield the non-blank documents of a source, in order.
-
-    Raises ConfigError with file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
-    """
+    """Yield the non-blank documents of a source, in order. Raises ConfigError with file, line (or row) and a
+    fix for corrupt, empty, binary or non-UTF-8 input."""
     name, key = source.name, source.text_field
     texts: Iterable[str]
     if name.startswith("builtin:"):

@@ -3,12 +3,12 @@
 Shards are flat uint16 files of whole sequences [sequences, S]; manifest.json has their sizes and hashes.
 """
 
+import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,30 +73,45 @@ class ShardWriter:
         return {**size, "documents": self.documents, "shards": self.shards}
 
 
-class MappedShards:
-    """Memory-map the sequences of several files as one array, [n, S] uint16."""
+@dataclasses.dataclass(frozen=True)
+class MaskVocabulary:
+    size: int
+    num_special: int
+    mask_id: int
 
-    def __init__(self, files: Sequence[Path], length: int, vocab_size: int | None = None):
-        """Open the files. `vocab_size`: if set, `rows` refuses ids of this size or more."""
-        self.length, self._files, self._vocab_size = length, files, vocab_size
-        self._maps = [np.memmap(file, TOKEN, "r").reshape(-1, length) for file in files]
+
+class Shards:
+    """Memory-map the sequences of one split as one array, [n, S] uint16."""
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        split: Literal["train", "held_out"],
+        *,
+        checked: bool = True,
+    ):
+        """Open the files. `checked`: `rows` refuses ids outside the vocabulary."""
+        self.length, self._checked = manifest.sequence_length, checked
+        mask_id = manifest.special_tokens["mask"]
+        self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
+        self._files = [directory / shard.file for shard in getattr(manifest, split).shards]
+        self._maps = [np.memmap(file, TOKEN, "r").reshape(-1, self.length) for file in self._files]
         self._starts = np.cumsum([0, *(len(m) for m in self._maps)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Read the sequences at `index_B`, [B, S], in that order.
-
-        Raises ConfigError for a token id outside the vocabulary, for which the embedding has no row.
-        """
+        """Read the sequences at `index_B`, [B, S], in that order. Raises ConfigError for a token id outside
+        the vocabulary, for which the embedding has no row."""
         out_BS = np.empty((len(index_B), self.length), TOKEN)
         shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
         for shard in np.unique(shard_B):
             here = shard_B == shard
             rows = self._maps[shard][index_B[here] - self._starts[shard]]
-            if self._vocab_size is not None and (greatest := int(rows.max())) >= self._vocab_size:
-                raise ConfigError([_id_beyond(self._files[shard], greatest, self._vocab_size)])
+            if self._checked and (greatest := int(rows.max())) >= self.vocabulary.size:
+                raise ConfigError([_id_beyond(self._files[shard], greatest, self.vocabulary.size)])
             out_BS[here] = rows
         return out_BS
 
@@ -150,9 +165,10 @@ def inspect(directory: Path) -> dict[str, Any]:
     """Return the manifest, sample training sequences and problems as JSON values. Raises ConfigError."""
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
-    mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)
     total = manifest.train.sequences
-    samples = mapped.rows(np.linspace(0, total - 1, min(3, total)).astype(np.int64))
+    samples = Shards(directory, manifest, "train", checked=False).rows(
+        np.linspace(0, total - 1, min(3, total)).astype(np.int64)
+    )
     return {
         "manifest": manifest.model_dump(),
         "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],

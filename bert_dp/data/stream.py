@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert_dp.config import Manifest
-from bert_dp.data.shards import MappedShards
+from bert_dp.data.shards import MaskVocabulary, Shards
 from bert_dp.model.bert import IGNORE
 
 U64 = np.uint64
@@ -74,10 +72,8 @@ def hash64(*parts: Any) -> NDArray[np.uint64]:
 
 def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network over the next even
-    number of bits, with cycle walking (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
-
-    index: [B] int64 in [0, size); key: [1] or [B] uint64. Returns [B] int64.
-    """
+    number of bits, with cycle walking (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9). `index`: [B]
+    int64 in [0, size); `key`: [1] or [B] uint64. Returns [B] int64."""
     half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = (U64(1) << half) - U64(1)
     keys = np.broadcast_to(key, index.shape)
@@ -92,13 +88,6 @@ def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDA
     while (outside := np.flatnonzero(out >= U64(size))).size:
         out[outside] = network(out[outside], keys[outside])
     return out.astype(np.int64)
-
-
-@dataclass(frozen=True)
-class MaskVocabulary:
-    size: int
-    num_special: int
-    mask_id: int
 
 
 def mask(
@@ -125,16 +114,6 @@ def mask(
     return ids_BS, (chosen_BK + rows * length).reshape(-1), labels_BK.reshape(-1)
 
 
-class Shards(MappedShards):
-    """Memory-map the sequences of one split, [n, S] uint16."""
-
-    def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
-        files = [directory / shard.file for shard in getattr(manifest, split).shards]
-        super().__init__(files, manifest.sequence_length, manifest.vocab_size)
-        mask_id = manifest.special_tokens["mask"]
-        self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
-
-
 def training_batch(
     shards: Shards, sample_ids: NDArray[np.int64], *, seed: int, num_masked: int, shuffle: bool
 ) -> MlmBatch:
@@ -156,11 +135,9 @@ def key32(seed_B: NDArray[np.uint64]) -> Tensor:
 def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
-    """Return this replica's share of the held-out sequences, dealt round-robin, with fixed masks.
-
-    Every replica gets the same number of batches, padded with rows whose labels are IGNORE: shapes stay
-    static, and engines that communicate in the forward pass stay in step.
-    """
+    """Return this replica's share of the held-out sequences, dealt round-robin, with fixed masks. Every
+    replica gets the same number of batches, padded with rows whose labels are IGNORE: shapes stay static, and
+    engines that communicate in the forward pass stay in step."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))

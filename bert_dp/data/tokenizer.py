@@ -102,10 +102,8 @@ def normalize(text: str) -> str:
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
     """Return the normalizer: replace TeX-style quote pairs with ", apply NFKD and lower case, replace
-    characters that have an ASCII equivalent (REPLACED), drop other non-ASCII, collapse spaces.
-
-    Apart from quote pairs and spaces, no result depends on neighbouring characters; `normalize` relies on it.
-    """
+    characters that have an ASCII equivalent (REPLACED), drop other non-ASCII, collapse spaces. Apart from
+    quote pairs and spaces, no result depends on neighbouring characters; `normalize` relies on it."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
@@ -129,22 +127,19 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
     normalizer = tokenizer.normalizer
 
     @functools.cache
-    def is_letter(char: str) -> bool:
-        return unicodedata.category(char).startswith("L")
-
-    @functools.cache
-    def is_lost(char: str) -> bool:
+    def is_letter_and_lost(char: str) -> tuple[bool, bool]:
+        is_letter = unicodedata.category(char).startswith("L")
         kept = char if normalizer is None else normalizer.normalize_str(char)
-        return all(c.isascii() and not c.isalpha() for c in kept)
+        return is_letter, is_letter and all(c.isascii() and not c.isalpha() for c in kept)
 
     def count_letters(text: str) -> tuple[int, int]:
         data = text.encode()
         letters, lost = len(data) - len(data.translate(None, ASCII_LETTERS)), 0
         if not text.isascii():
             for char, n in collections.Counter("".join(NON_ASCII.findall(text))).items():
-                if is_letter(char):
-                    letters += n
-                    lost += n * is_lost(char)
+                is_letter, is_lost = is_letter_and_lost(char)
+                letters += n * is_letter
+                lost += n * is_lost
         return letters, lost
 
     def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
@@ -277,9 +272,7 @@ def size(tokenizer: Tokenizer) -> int:
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
     """Find ids by role (pad, unk, cls, sep, mask), spelled `<role>`, `[ROLE]`, or RoBERTa's `<s>`, `</s>`.
-
-    Raises ConfigError with every role that the tokenizer `name` lacks.
-    """
+    Raises ConfigError with every role that the tokenizer `name` lacks."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -296,11 +289,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return `num_special`, the lowest id of the random replacements for tokens.
-
-    Special tokens in the upper half are ignored, because some tokenizers (ModernBERT) put theirs at the end;
-    a random replacement then hits one of them a few times in 50 000.
-    """
+    """Return `num_special`, the lowest id of the random replacements for tokens. Special tokens in the upper
+    half are ignored, because some tokenizers (ModernBERT) put theirs at the end; a random replacement then
+    hits one of them a few times in 50 000."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
@@ -309,10 +300,9 @@ def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
     """Return data.build.max_tokens_per_char, or a default: a quadratic in log2(32,768 / vocab_size), 0.25 at
     32,768 as in the recipe.
 
-    It drops about 4 % of clean English at every vocabulary size: of 45,896 documents (paragraphs of eight
-    OpenStax textbooks, introductions of Wikipedia articles), 4.1 % at 32,768, and 4.4, 4.0, 3.9 and 4.0 %
-    with WordPiece vocabularies of 4,096, 8,192, 16,384 and 65,535 trained on them (2026-11-27). A constant
-    0.25 would drop 18 % at 8,192.
+    It drops about 4 % of clean English at every vocabulary size: of 45,896 paragraphs of OpenStax textbooks
+    and Wikipedia, 3.9 to 4.4 % with WordPiece vocabularies of 4,096 to 65,535 trained on them (2026-11-27). A
+    constant 0.25 would drop 18 % at 8,192.
     """
     if options.max_tokens_per_char is not None:
         return options.max_tokens_per_char
@@ -413,9 +403,7 @@ def encode_all(
     batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
     """Encode numbered batches in `processes` spawned processes (1 = in this process), preserving their order.
-
-    At most three batches per process are in memory. The processes exit with this one, however it exits.
-    """
+    At most three batches per process are in memory. The processes exit with this one, however it exits."""
     if processes == 1:
         encode = make_encoder(tokenizer_json, options)
         for index, texts in batches:
@@ -446,15 +434,15 @@ def _start(tokenizer_json: str, options: BuildConfig) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = make_encoder(tokenizer_json, options)
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _encoder = make_encoder(tokenizer_json, options)
 
 
 _encoder: Callable[[list[str]], EncodedDocuments] | None = None  # of a spawned process

@@ -1,6 +1,5 @@
-"""Label or encode the examples of a file, as one JSON line per example, in the file's order.
-
-Examples of similar length are computed together.
+"""Label or encode the examples of a file, as one JSON line per example, in the file's order. Examples of
+similar length are computed together.
 
 Axes: N examples in memory, B of a batch, S tokens of its longest, L outputs per example.
 """
@@ -73,11 +72,8 @@ def predict_file(
     out: Path | None = None,
     precision: str = "auto",
 ) -> None:
-    """Write one line per example of `file`, to a new file `out` or to stdout.
-
-    `text` and `text_pair`: columns of a table. `run`, `precision`: see `open_predictor`. Raises ConfigError
-    and RunFailed.
-    """
+    """Write one line per example of `file`, to a new file `out` or to stdout. `text` and `text_pair`: columns
+    of a table. `run`, `precision`: see `open_predictor`. Raises ConfigError and RunFailed."""
     if out is not None and out.exists():
         raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="choose a new file")])
     use_all_cores()

@@ -3,9 +3,7 @@
 Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data. They
 are read twice: for the loss of single tokens, then for the loss of whole words per byte, which can be
 compared between runs with different vocabularies. The predicted tokens depend only on (document, position),
-the hidden words only on (document, word index), never on neighbouring documents.
-
-Axes: D documents, T tokens in total, W words of a document.
+the hidden words only on (document, word index). Axes: D documents, T tokens in total, W words of a document.
 """
 
 import contextlib
@@ -196,10 +194,8 @@ def text_loss(
     run: str, texts: Sequence[str], options: BuildConfig, tell: Progress, precision: str = "auto"
 ) -> TextLoss:
     """Measure the newest valid checkpoint of a run, or one checkpoint, on the documents in `texts`.
-
     `precision`: see inference_precision. Raises ConfigError for an unusable run or text, RunFailed if the
-    loss is not finite.
-    """
+    loss is not finite."""
     resolved = inputs.resolve(texts, options)
     loaded = load_checkpoint(checkpoint.resolve(run))
     path, facts, config, model = loaded.path, loaded.facts, loaded.config, loaded.model
@@ -219,10 +215,8 @@ def text_loss(
     lengths_D = np.bincount(text.document_T)
     textless = int((lengths_D == 1).sum())  # only <sep>
     if textless == len(lengths_D):
-        message, hint = (
-            f"the tokenizer of {path} has no token for any of the text",
-            "choose a run whose tokenizer knows it",
-        )
+        message = f"the tokenizer of {path} has no token for any of the text"
+        hint = "choose a run whose tokenizer knows it"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
         message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} to predict"

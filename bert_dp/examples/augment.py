@@ -138,8 +138,7 @@ class LogitsData:
 
     def identity(self) -> dict[str, Any]:
         """Return values that change when the data change. Raises ConfigError."""
-        source = readers.identity(readers.Source(self.file, Path(self.file), "jsonl"))
-        return {**self.data.identity(), "logits": source}
+        return {**self.data.identity(), "logits": readers.file_identity(Path(self.file))}
 
     def read(self, *, train_only: bool) -> LabelledData:
         """Read the data, with the file as train. Raises ConfigError."""

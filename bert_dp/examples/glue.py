@@ -18,26 +18,20 @@ from bert_dp.config.errors import read_regular
 from bert_dp.config.manifest import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
-from bert_dp.examples.table import (
-    Columns,
-    LabelledData,
-    LabelledTable,
-    Row,
-    data_error,
-    make_row,
-    read_delimited,
-)
+from bert_dp.examples.table import Columns, LabelledData, LabelledTable, data_error, make_row, read_delimited
 
 MAX_FILE_BYTES = 2**30  # the largest GLUE file, MNLI's train.tsv, has a few hundred MB
 MAX_MEMBERS = 10_000  # of a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 SENTENCES = ("sentence1", "sentence2")
+NLI = ("entailment", "neutral", "contradiction")
 MNLI = (TRAIN, "dev_matched", "dev_mismatched", "test_matched", "test_mismatched")
+COLA = ("source", "label", "star", "sentence")
 
 
-def _rows(*counts: int, splits: Sequence[str] = (TRAIN, "dev", "test")) -> dict[str, int]:
-    return dict(zip(splits, counts, strict=True))
+def _rows(*counts: int) -> dict[str, int]:
+    return dict(zip(MNLI if len(counts) == 5 else (TRAIN, "dev", "test"), counts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +44,10 @@ class GlueDefinition:
     """Labels as in the files, in the order of the model's outputs; empty for regression."""
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
-    other_train_rows: int = 0
-    """Alternative number of train rows that also counts as complete."""
     header: tuple[str, ...] = ()
     """Columns of train and dev if the files have no header."""
+    other_train_rows: int = 0
+    """Alternative number of train rows that also counts as complete."""
 
     @property
     def kind(self) -> LabelKind:
@@ -66,14 +60,7 @@ class GlueDefinition:
 
 
 TASKS = {
-    "CoLA": GlueDefinition(
-        ("sentence",),
-        "label",
-        ZERO_ONE,
-        ("mcc",),
-        _rows(8_551, 1_043, 1_063),
-        header=("source", "label", "star", "sentence"),
-    ),
+    "CoLA": GlueDefinition(("sentence",), "label", ZERO_ONE, ("mcc",), _rows(8_551, 1_043, 1_063), COLA),
     "SST-2": GlueDefinition(("sentence",), "label", ZERO_ONE, ("accuracy",), _rows(67_349, 872, 1_821)),
     "MRPC": GlueDefinition(
         ("#1 String", "#2 String"), "Quality", ZERO_ONE, ("accuracy", "f1"), _rows(3_668, 408, 1_725)
@@ -89,11 +76,7 @@ TASKS = {
         other_train_rows=363_849,
     ),
     "MNLI": GlueDefinition(
-        SENTENCES,
-        "gold_label",
-        ("entailment", "neutral", "contradiction"),
-        ("accuracy",),
-        _rows(392_702, 9_815, 9_832, 9_796, 9_847, splits=MNLI),
+        SENTENCES, "gold_label", NLI, ("accuracy",), _rows(392_702, 9_815, 9_832, 9_796, 9_847)
     ),
     "QNLI": GlueDefinition(
         ("question", "sentence"), "label", ENTAILMENT, ("accuracy",), _rows(104_743, 5_463, 5_463)
@@ -190,7 +173,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
 def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
     """Read the rows of a file. Rows that lack fields are skipped in train and refused in dev and test, where
     every example must be scored; rows with an empty text are kept. Raises ConfigError."""
-    split, rows, left_out = Path(name).stem, list[Row](), 0
+    split, rows, left_out = Path(name).stem, [], 0
     is_test = split.startswith("test")
     columns = Columns(task.texts, task.label)
     lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")

@@ -3,8 +3,6 @@
 The launcher runs `python -m bert_dp.examples.prepare` and passes on its options.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -16,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,214 +28,13 @@ from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
 from bert_dp.evaluation.scores import majority
+from bert_dp.examples import table as tables
 from bert_dp.examples.augment import HOLE, HOLE_ID, MASK, AugmentedData, LogitsData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.table import (
-    LOGITS,
-    Columns,
-    CustomData,
-    Examples,
-    LabelledData,
-    Row,
-    answers,
-    data_error,
-    to_array,
-)
+from bert_dp.examples.table import CustomData, Examples, LabelledData, Row
 
 BATCH_EXAMPLES = 1000
 AnyData = GlueData | CustomData | AugmentedData | LogitsData
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the answer; return the exit code of run_command."""
-    return run_command(lambda: answer(argv))
-
-
-def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or for `missing` the absent GLUE files as JSON. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
-    parser.add_argument("verb", choices=["missing", "prepare"])
-    parser.add_argument("--dev-share", type=float, default=0.0)
-    parser.add_argument("--data", type=Path, action="append", default=[])
-    for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label", "--kind"):
-        parser.add_argument(name)
-    for name in ("--tokenizer", "--replacing-model"):
-        parser.add_argument(name, type=Path)
-    for name in ("--length", "--copies"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--teacher-logits")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--replace", default="none")
-    options = parser.parse_args(argv)
-    if options.verb == "missing":
-        return json.dumps(missing(options.data))
-    record.set_private_umask()
-    share, seed = options.dev_share, options.seed
-    directory, manifest = prepare(_data(options), options.tokenizer, options.length, share, seed)
-    sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
-    return str(directory)
-
-
-def _data(options: argparse.Namespace) -> AnyData:
-    data: GlueData | CustomData
-    if options.task is not None:
-        data = GlueData(options.task, tuple(options.data))
-    else:
-        files = {name: path for name in ("train", "dev", "test") if (path := getattr(options, name))}
-        texts = tuple(filter(None, (options.text or "text", options.text_pair)))
-        columns = Columns(texts, options.label or "label")
-        finds_pair = options.text is None and options.text_pair is None
-        data = CustomData(files, columns, options.kind, finds_pair)
-    if options.teacher_logits is not None:
-        return LogitsData(data, options.teacher_logits)
-    if options.copies is not None:
-        return AugmentedData(data, options.seed, options.copies, options.replace, options.replacing_model)
-    return data
-
-
-def prepare(
-    data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0, seed: int = 0
-) -> tuple[Path, ExamplesManifest]:
-    """Return the prepared directory and its manifest; build the directory in the cache on first use.
-
-    `length`: maximum tokens per example. `dev_share`: share of train to move to dev, sampled with `seed`; 0 =
-    dev is a file. If several processes call it at once, one builds and the others wait. Raises ConfigError.
-    """
-    if issues := record.cache_issues():
-        raise ConfigError(issues)
-    facts = {
-        "format": format_of(ExamplesManifest),
-        "data": data.identity(),
-        "tokenizer": readers.file_hash(tokenizer),
-        "length": length,
-        "dev_share": [dev_share, seed] if dev_share else 0.0,
-    }
-    directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
-    with locked(directory):
-        with contextlib.suppress(ConfigError):
-            manifest = read_examples(directory)
-            for split in manifest.splits:
-                Examples.open(directory, manifest, split)
-            if readers.file_hash(directory / manifest.tokenizer.file) == manifest.tokenizer.sha256:
-                return directory, manifest
-        with replaced(directory) as work:
-            labelled = data.read(train_only=dev_share > 0)
-            encoder = ExampleEncoder.load(tokenizer, length)
-            if isinstance(data, AugmentedData):
-                marks = {MASK: encoder.special["mask"], HOLE: HOLE_ID}
-                encoder = dataclasses.replace(encoder, marks=marks, fill_holes=data.fill_holes)
-            _build(labelled, encoder, tokenizer, dev_share, seed, work)
-        return directory, read_examples(directory)
-
-
-def _build(
-    labelled: LabelledData, encoder: ExampleEncoder, tokenizer: Path, dev_share: float, seed: int, work: Path
-) -> None:
-    """Write the splits, tokenizer.json and examples.json to the directory `work`."""
-    if dev_share:
-        labelled = _with_drawn_dev(labelled, dev_share, seed)
-    train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
-    labels = {
-        split: to_array(labelled.kind, labelled.labels, table)
-        for split, table in labelled.tables.items()
-        if table.rows[0].label is not None
-    }
-    if labelled.logits is not None:
-        labels[TRAIN] = answers(labelled.logits, labelled.kind)
-        save_file({"logits": labelled.logits}, work / LOGITS.format(0))
-    splits: dict[str, Any] = {}
-    for split, table in labelled.tables.items():
-        encoded = encoder.encode([row.texts for row in table.rows])
-        if len(encoded.textless) == len(table.rows):
-            message, fix = f"{tokenizer} yields no tokens for its texts", "choose a run whose tokenizer does"
-            raise data_error(table.name, "unsupported", message, fix)
-        arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
-        splits[split] = {
-            "source": table.name,
-            "file": f"{split}.safetensors",
-            "sha256": arrays.save(work / f"{split}.safetensors"),
-            "examples": len(table.rows),
-            "tokens": len(encoded.ids),
-            "truncated": encoded.truncated,
-            "has_labels": split in labels,
-            "baseline": _baseline(labelled, labels, split),
-            "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
-            "left_out": table.left_out,
-            "letters": encoded.letters,
-            "lost_letters": encoded.lost_letters,
-            "without_tokens": len(encoded.textless),
-            "copies": table.copies,
-        }
-    shutil.copyfile(tokenizer, work / "tokenizer.json")
-    content = {
-        "task": labelled.task,
-        "kind": labelled.kind,
-        "labels": list(labelled.labels),
-        "pair": len(labelled.tables[TRAIN].rows[0].texts) == 2,
-        "metrics": list(labelled.metrics),
-        "sequence_length": encoder.length,
-        "vocab_size": tokens.size(encoder.tokenizer),
-        "special_tokens": {role: encoder.special[role] for role in ("pad", "cls", "sep")},
-        "tokenizer": {"file": "tokenizer.json", "sha256": readers.file_hash(work / "tokenizer.json")},
-        "splits": splits,
-        "official": labelled.official,
-        "dev_share": dev_share,
-    }
-    record.write_json(work / ExamplesManifest.file_name, with_hash(ExamplesManifest, content))
-
-
-def _baseline(
-    labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
-) -> dict[str, float | None] | None:
-    """Score a constant answer on a split: the most frequent label, or mean score, in train."""
-    if split == TRAIN or split not in labels:
-        return None
-    scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
-    return {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
-
-
-def _key(row: Row) -> int:
-    """Hash the texts of an example to 64 bits, ignoring case and white space."""
-    return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
-
-
-def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of each class in train to dev, by a hash of seed and texts. Raises ConfigError."""
-    whole = labelled.tables[TRAIN]
-    strata: dict[str, set[int]] = {}
-    for row in whole.rows:
-        strata.setdefault(str(row.label) if labelled.kind == "single_label" else "", set()).add(_key(row))
-    drawn: set[int] = set()
-    for keys in strata.values():
-        ordered = sorted(keys, key=lambda key: readers.document_key(f"{seed} {key}"))
-        drawn.update(ordered[: round(share * len(keys))])
-    rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
-    for row in whole.rows:
-        rows["dev" if _key(row) in drawn else TRAIN].append(row)
-    if empty := [split for split, part in rows.items() if not part]:
-        message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
-        raise data_error(whole.name, "out_of_range", message, "add examples")
-    parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
-    official = None if labelled.official is None else False
-    return dataclasses.replace(labelled, tables=parts, official=official)
-
-
-def summary(manifest: ExamplesManifest) -> str:
-    """Describe a prepared directory in one line."""
-    parts = []
-    for name, split in manifest.splits.items():
-        counts = {
-            "tokens": split.tokens,
-            f"truncated to {manifest.sequence_length}": split.truncated,
-            "changed copies": split.copies,
-            "also in train": split.in_train,
-            "broken rows skipped": split.left_out,
-            "with a text without tokens": split.without_tokens,
-        }
-        notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        parts.append(f"{name} {split.examples:,} examples ({notes})")
-    official = {None: "", True: "; official GLUE row counts", False: "; a subset, not a GLUE score"}
-    return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +72,7 @@ class ExampleEncoder:
     """Callback that receives `ids` and `offsets` and replaces ids equal to HOLE_ID in place."""
 
     @classmethod
-    def load(cls, path: Path, length: int) -> ExampleEncoder:
+    def load(cls, path: Path, length: int) -> Self:
         """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
         tokenizer = tokens.load(path)
         special = tokens.special_ids(tokenizer, str(path))
@@ -344,6 +141,198 @@ def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
     first, second = parts
     keep_second = min(len(second), max(room // 2, room - len(first)))
     return [first[: room - keep_second], second[:keep_second]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the answer; return the exit code of run_command."""
+    return run_command(lambda: answer(argv))
+
+
+def answer(argv: Sequence[str] | None) -> str:
+    """Return the prepared directory, or for `missing` the absent GLUE files as JSON. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
+    parser.add_argument("verb", choices=["missing", "prepare"])
+    parser.add_argument("--dev-share", type=float, default=0.0)
+    parser.add_argument("--data", type=Path, action="append", default=[])
+    for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label", "--kind"):
+        parser.add_argument(name)
+    parser.add_argument("--teacher-logits")
+    for name in ("--tokenizer", "--replacing-model"):
+        parser.add_argument(name, type=Path)
+    for name in ("--length", "--copies"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replace", default="none")
+    options = parser.parse_args(argv)
+    if options.verb == "missing":
+        return json.dumps(missing(options.data))
+    record.set_private_umask()
+    share, seed = options.dev_share, options.seed
+    directory, manifest = prepare(_data(options), options.tokenizer, options.length, share, seed)
+    sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
+    return str(directory)
+
+
+def _data(options: argparse.Namespace) -> AnyData:
+    data: GlueData | CustomData
+    if options.task is not None:
+        data = GlueData(options.task, tuple(options.data))
+    else:
+        files = {name: path for name in ("train", "dev", "test") if (path := getattr(options, name))}
+        texts = tuple(filter(None, (options.text or "text", options.text_pair)))
+        columns = tables.Columns(texts, options.label or "label")
+        finds_pair = options.text is None and options.text_pair is None
+        data = CustomData(files, columns, options.kind, finds_pair)
+    if options.teacher_logits is not None:
+        return LogitsData(data, options.teacher_logits)
+    if options.copies is not None:
+        return AugmentedData(data, options.seed, options.copies, options.replace, options.replacing_model)
+    return data
+
+
+def prepare(
+    data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0, seed: int = 0
+) -> tuple[Path, ExamplesManifest]:
+    """Return the prepared directory and its manifest; build the directory in the cache on first use.
+
+    `length`: maximum tokens per example. `dev_share`: share of train to move to dev, sampled with `seed`; 0 =
+    dev is a file. If several processes call it at once, one builds and the others wait. Raises ConfigError.
+    """
+    if issues := record.cache_issues():
+        raise ConfigError(issues)
+    facts = {
+        "format": format_of(ExamplesManifest),
+        "data": data.identity(),
+        "tokenizer": readers.file_hash(tokenizer),
+        "length": length,
+        "dev_share": [dev_share, seed] if dev_share else 0.0,
+    }
+    directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
+    with locked(directory):
+        with contextlib.suppress(ConfigError):
+            manifest = read_examples(directory)
+            for split in manifest.splits:
+                Examples.open(directory, manifest, split)
+            if readers.file_hash(directory / manifest.tokenizer.file) == manifest.tokenizer.sha256:
+                return directory, manifest
+        with replaced(directory) as work:
+            labelled = data.read(train_only=dev_share > 0)
+            encoder = ExampleEncoder.load(tokenizer, length)
+            if isinstance(data, AugmentedData):
+                marks = {MASK: encoder.special["mask"], HOLE: HOLE_ID}
+                encoder = dataclasses.replace(encoder, marks=marks, fill_holes=data.fill_holes)
+            _build(labelled, encoder, tokenizer, dev_share, seed, work)
+        return directory, read_examples(directory)
+
+
+def _build(
+    labelled: LabelledData, encoder: ExampleEncoder, tokenizer: Path, dev_share: float, seed: int, work: Path
+) -> None:
+    """Write the splits, tokenizer.json and examples.json to the directory `work`."""
+    if dev_share:
+        labelled = _with_drawn_dev(labelled, dev_share, seed)
+    train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
+    labels = {
+        split: tables.to_array(labelled.kind, labelled.labels, table)
+        for split, table in labelled.tables.items()
+        if table.rows[0].label is not None
+    }
+    if labelled.logits is not None:
+        labels[TRAIN] = tables.answers(labelled.logits, labelled.kind)
+        save_file({"logits": labelled.logits}, work / tables.LOGITS.format(0))
+    splits: dict[str, Any] = {}
+    for split, table in labelled.tables.items():
+        encoded = encoder.encode([row.texts for row in table.rows])
+        if len(encoded.textless) == len(table.rows):
+            message, fix = f"{tokenizer} yields no tokens for its texts", "choose a run whose tokenizer does"
+            raise tables.data_error(table.name, "unsupported", message, fix)
+        arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
+        splits[split] = {
+            "source": table.name,
+            "file": f"{split}.safetensors",
+            "sha256": arrays.save(work / f"{split}.safetensors"),
+            "examples": len(table.rows),
+            "tokens": len(encoded.ids),
+            "truncated": encoded.truncated,
+            "has_labels": split in labels,
+            "baseline": _baseline(labelled, labels, split),
+            "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
+            "left_out": table.left_out,
+            "letters": encoded.letters,
+            "lost_letters": encoded.lost_letters,
+            "without_tokens": len(encoded.textless),
+            "copies": table.copies,
+        }
+    shutil.copyfile(tokenizer, work / "tokenizer.json")
+    content = {
+        "task": labelled.task,
+        "kind": labelled.kind,
+        "labels": list(labelled.labels),
+        "pair": len(labelled.tables[TRAIN].rows[0].texts) == 2,
+        "metrics": list(labelled.metrics),
+        "sequence_length": encoder.length,
+        "vocab_size": tokens.size(encoder.tokenizer),
+        "special_tokens": {role: encoder.special[role] for role in ("pad", "cls", "sep")},
+        "tokenizer": {"file": "tokenizer.json", "sha256": readers.file_hash(work / "tokenizer.json")},
+        "splits": splits,
+        "official": labelled.official,
+        "dev_share": dev_share,
+    }
+    record.write_json(work / ExamplesManifest.file_name, with_hash(ExamplesManifest, content))
+
+
+def _baseline(
+    labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
+) -> dict[str, float | None] | None:
+    """Score a constant answer on a split: the most frequent label, or mean score, in train."""
+    if split == TRAIN or split not in labels:
+        return None
+    scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
+    return {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
+
+
+def _key(row: Row) -> int:
+    """Hash the texts of an example to 64 bits, ignoring case and white space."""
+    return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
+
+
+def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
+    """Move a share of each class in train to dev, by a hash of seed and texts. Raises ConfigError."""
+    whole = labelled.tables[TRAIN]
+    strata: dict[str, set[int]] = {}
+    for row in whole.rows:
+        strata.setdefault(str(row.label) if labelled.kind == "single_label" else "", set()).add(_key(row))
+    drawn: set[int] = set()
+    for keys in strata.values():
+        ordered = sorted(keys, key=lambda key: readers.document_key(f"{seed} {key}"))
+        drawn.update(ordered[: round(share * len(keys))])
+    rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
+    for row in whole.rows:
+        rows["dev" if _key(row) in drawn else TRAIN].append(row)
+    if empty := [split for split, part in rows.items() if not part]:
+        message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
+        raise tables.data_error(whole.name, "out_of_range", message, "add examples")
+    parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
+    official = None if labelled.official is None else False
+    return dataclasses.replace(labelled, tables=parts, official=official)
+
+
+def summary(manifest: ExamplesManifest) -> str:
+    """Describe a prepared directory in one line."""
+    parts = []
+    for name, split in manifest.splits.items():
+        counts = {
+            "tokens": split.tokens,
+            f"truncated to {manifest.sequence_length}": split.truncated,
+            "changed copies": split.copies,
+            "also in train": split.in_train,
+            "broken rows skipped": split.left_out,
+            "with a text without tokens": split.without_tokens,
+        }
+        notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        parts.append(f"{name} {split.examples:,} examples ({notes})")
+    official = {None: "", True: "; official GLUE row counts", False: "; a subset, not a GLUE score"}
+    return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 
 if __name__ == "__main__":

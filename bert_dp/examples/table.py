@@ -4,8 +4,6 @@ A file of examples contains `ids` uint16 [T], the tokens of all examples; `offse
 bounds; and `labels`, if known: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n].
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -17,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import safetensors.numpy
@@ -193,10 +191,8 @@ def read_delimited(
     name: str, lines: Iterator[str], format: str, columns: Columns, header: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, str], int]]:
     """Yield the place, the fields by name and the number of surplus fields of each row in a csv or tsv. The
-    number is negative if fields are missing. `header`: columns of a file without a header.
-
-    A blank line is an empty text in a one-column table, and skipped in wider tables. Raises ConfigError.
-    """
+    number is negative if fields are missing. `header`: columns of a file without a header. A blank line is an
+    empty text in a one-column table, and skipped in wider tables. Raises ConfigError."""
     reader = csv.reader(lines, **DIALECTS[format])
     end = 0  # last line of the previous row
     try:
@@ -270,10 +266,8 @@ def _score(value: Any) -> float:
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
     """Return the label names in train, sorted as numbers if all are integers, else as text; regression: ().
-
     `kind`: None = single_label, but numbers with decimals are refused because they are probably scores.
-    Raises ConfigError, also for too few or too many different labels.
-    """
+    Raises ConfigError, also for too few or too many different labels."""
     found: set[Any] = set()
     for row in train.rows:
         found.update(row.label if isinstance(row.label, tuple) else [row.label])
@@ -294,10 +288,8 @@ def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]
 
 
 def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDArray[Any]:
-    """Return the labels of all rows: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n].
-
-    Raises ConfigError for a label that is not in `names`.
-    """
+    """Return the labels of all rows: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n]. Raises
+    ConfigError for a label that is not in `names`."""
     if kind == "regression":
         return np.array([row.label for row in table.rows], LABEL_TYPES[kind])
     index = {name: i for i, name in enumerate(names)}
@@ -353,11 +345,8 @@ class Examples:
     labels: NDArray[Any] | None  # see LABEL_TYPES; None if the split has no labels
 
     @classmethod
-    def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Examples:
-        """Read a split of a prepared directory.
-
-        Raises ConfigError if the manifest lacks the split or the file does not match the manifest.
-        """
+    def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Self:
+        """Read a split of a prepared directory. Raises ConfigError if it does not match the manifest."""
         if split not in manifest.splits:
             message = f"no split {split!r}; available: {', '.join(manifest.splits)}"
             raise ConfigError([Issue(str(directory), "unknown", message, split)])

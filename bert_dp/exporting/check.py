@@ -1,8 +1,5 @@
 """Compare an exported directory with its run on the same batches; the directory runs in a process without our
-code.
-
-Axes: B sequences, S positions, O outputs per position or per sequence.
-"""
+code. Axes: B sequences, S positions, O outputs per position or per sequence."""
 
 import json
 import os
@@ -90,11 +87,8 @@ class ExportCheck(StoredModel):
 
 def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
     """Compare a directory with its run. `run`: the run's directory; None = see `open_source`. `python`: the
-    interpreter that loads the directory.
-
-    Raises ConfigError for an unusable directory or run, or for another run's directory, and RunFailed if the
-    directory's model cannot be run.
-    """
+    interpreter that loads the directory. Raises ConfigError for an unusable directory or run, or for another
+    run's directory, and RunFailed if the directory's model cannot be run."""
     exported = read_exported(directory)
     require_loaders(exported, "export check")
     source = open_source(directory, exported, run)

@@ -27,10 +27,8 @@ CLASS_OF: dict[Kind, str] = {
 
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return config.json of the class in transformers. `special`: token ids by role.
-
-    Raises ConfigError, with the settings, if no class can represent the model.
-    """
+    """Return config.json of the class in transformers. `special`: token ids by role. Raises ConfigError, with
+    the settings, if no class can represent the model."""
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
@@ -58,10 +56,8 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
 
 def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32, by their names in that class, without a tied decoder.
-
-    Raises ConfigError like settings_of.
-    """
+    """Return the parameters of `model` in fp32, by their names in that class, without a tied decoder. Raises
+    ConfigError like settings_of."""
     *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)
     return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
@@ -70,12 +66,7 @@ def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kin
 def _class_for(config: Config, kind: Kind) -> tuple[str, str, Any, Any]:
     if issues := native_issues(config, kind):
         raise ConfigError(issues)
-    name = native_class(config.model)
-    assert name is not None
-    return _CLASSES[name]
-
-
-# --- config.json
+    return _CLASSES[native_class(config.model) or ""]
 
 
 def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
@@ -142,9 +133,6 @@ def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> di
 def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
     """Return the number of rows before the first position in the class's table."""
     return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
-
-
-# --- tensors
 
 
 def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
@@ -238,10 +226,9 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
         bias_V = state.get("head.decoder_bias", zeros_1H.new_zeros(model.vocab_size))
         yield DECODER_BIAS[family], bias_V
     elif kind == "classifier":
-        is_bert = family == "BERT"
-        dense, last = (
-            ("bert.pooler.dense", "classifier") if is_bert else ("classifier.dense", "classifier.out_proj")
-        )
+        dense, last = "classifier.dense", "classifier.out_proj"
+        if family == "BERT":
+            dense, last = "bert.pooler.dense", "classifier"
         yield from _module(state, dense, "head.dense")
         yield from _module(state, last, "head.classifier")
     else:  # an untrained pooler: zeros, where a loader would initialise at random

@@ -2,9 +2,7 @@
 
 `python -I load_exported.py DIR IN OUT`: IN has the batches ids-0, mask-0 and, if the model has token types,
 types-0, ids-1 ... (safetensors); OUT gets output-0 ...; stdout gets a JSON line of facts. `bert-dp predict`
-uses `open_directory`.
-
-Axes: B sequences, S positions.
+uses `open_directory`. Axes: B sequences, S positions.
 """
 
 import json
@@ -179,14 +177,10 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
             for batch, output in zip(batches, outputs, strict=True)
         )
     save_file({f"output-{i}": np.ascontiguousarray(output) for i, output in enumerate(outputs)}, out)
-    sys.stdout.write(json.dumps({**facts, "versions": versions(form)}) + "\n")
-    return 0
-
-
-def versions(form: str) -> dict[str, str]:
-    """Return the versions of Python and of the packages that loaded the directory."""
     packages = {"hf": ("torch", "transformers"), "onnx": ("onnxruntime",), "aoti": ("torch",)}[form]
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    facts["versions"] = {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    sys.stdout.write(json.dumps(facts) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

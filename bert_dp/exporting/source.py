@@ -4,8 +4,6 @@ The model is a function of token ids and a padding mask, for any batch size and 
 weights for a class of transformers, or a graph without our code, as ONNX or an AOTInductor package.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -26,20 +24,13 @@ from torch.export import Dim, ExportedProgram
 from bert_dp import __version__, files
 from bert_dp.config import ConfigError, Issue, Kind, cpu_field, native_class
 from bert_dp.config.errors import require, sha256
+from bert_dp.config.hf import EXPORTED
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.load_exported import AUTO, OUTPUTS
 from bert_dp.files.models import Summary
-from bert_dp.files.run_facts import (
-    EXPORTED,
-    INPUTS,
-    TYPES,
-    Exported,
-    ExportFormat,
-    ExportPrecision,
-    loaded_files,
-)
+from bert_dp.files.run_facts import INPUTS, TYPES, Exported, ExportFormat, ExportPrecision, loaded_files
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.bilstm import BiLstm
 from bert_dp.model.classifier import Classifier, pool
@@ -47,6 +38,29 @@ from bert_dp.model.load import LoadedCheckpoint, RunModel, load_checkpoint
 from bert_dp.training import checkpoint
 
 MAX_BATCH = 2**16
+
+
+class ExportModule(nn.Module):
+    """Compute the OUTPUTS of a kind from inputs [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
+    hidden states [B, S, H]."""
+
+    def __init__(self, model: RunModel, kind: Kind):
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        real_BS = attention_mask != 0
+        if isinstance(self.model, BiLstm):
+            return (self.model(input_ids, real_BS).float(),)
+        x_BSH = self.model.model(input_ids, real_BS, token_type_ids)
+        if self.kind == "encoder":
+            return (x_BSH.float(),)
+        if isinstance(self.model, Classifier):
+            return (self.model.head(pool(x_BSH, real_BS, self.model.pooling), None).float(),)
+        table_VH = self.model.model.embeddings.tok_embeddings.weight
+        return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,41 +108,15 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
     return ExportSource(**vars(loaded), kind=kind, tokenizer_file=file, special=special)
 
 
-class ExportModule(nn.Module):
-    """Compute the OUTPUTS of a kind from inputs [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
-    hidden states [B, S, H]."""
-
-    def __init__(self, model: RunModel, kind: Kind):
-        super().__init__()
-        self.model, self.kind = model, kind
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        real_BS = attention_mask != 0
-        if isinstance(self.model, BiLstm):
-            return (self.model(input_ids, real_BS).float(),)
-        x_BSH = self.model.model(input_ids, real_BS, token_type_ids)
-        if self.kind == "encoder":
-            return (x_BSH.float(),)
-        if isinstance(self.model, Classifier):
-            return (self.model.head(pool(x_BSH, real_BS, self.model.pooling), None).float(),)
-        table_VH = self.model.model.embeddings.tok_embeddings.weight
-        return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()
-
-
 def export(
     source: ExportSource, form: ExportFormat, out: Path, *, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write a run to the new directory `out`. `command`: for the model card.
-
-    Raises ConfigError if `out` is not empty, the format cannot represent the model, or a package is missing.
-    """
+    """Write a run to the new directory `out`. `command`: for the model card. Raises ConfigError if `out` is
+    not empty, the format cannot represent the model, or a package is missing."""
     if form == "aoti" and source.config.model.lstm_size:
         message = "torch.export would make the input length of a BiLSTM constant"
-        raise ConfigError(
-            [Issue("model.lstm_size", "unsupported", message, hint="use `bert-dp export onnx`")]
-        )
+        hint = "use `bert-dp export onnx`"
+        raise ConfigError([Issue("model.lstm_size", "unsupported", message, hint=hint)])
     # before writing: a signal during such an import may kill this process before it can clean up
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         require(package, "export", "export onnx")

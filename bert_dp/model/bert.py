@@ -15,19 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
+from bert_dp.model import kernels
 from bert_dp.model.interface import Model
-from bert_dp.model.kernels import (
-    HAS_TRITON,
-    KeyedDropout,
-    Linear,
-    add_row_gradients,
-    fold_in,
-    linear,
-    takes_gpu_kernel,
-    widened,
-)
 
-if HAS_TRITON:
+if kernels.HAS_TRITON:
     from bert_dp.model import gpu_kernels
 
 INIT_STD = 0.02
@@ -64,10 +55,8 @@ def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
 
 
 class TiedLookup(torch.autograd.Function):
-    """Return (weight[ids], weight), the second for the decoder, which is tied to the embedding.
-
-    The matrix gets one gradient, not two: that of the looked-up rows is added to the decoder's in place.
-    """
+    """Return (weight[ids], weight), the second for the decoder, which is tied to the embedding. The matrix
+    gets one gradient, not two: that of the looked-up rows is added to the decoder's in place."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +66,7 @@ class TiedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor]:
         (ids_BS,) = ctx.saved_tensors
-        return None, add_row_gradients(grad_VH, ids_BS, grad_BSH)
+        return None, kernels.add_row_gradients(grad_VH, ids_BS, grad_BSH)
 
 
 class TiedEmbedding:
@@ -88,18 +77,16 @@ class TiedEmbedding:
         return TiedLookup.apply(ids_BS, weight_VH)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
-        return linear(x_PH, weight_VH)
+        return kernels.linear(x_PH, weight_VH)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the sum of cross entropies, ignoring labels equal to IGNORE."""
-        return F.cross_entropy(widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(kernels.widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return [2, P]: each position's cross entropy, and 1 if its label has the greatest logit.
-
-        Both are 0 for a label of IGNORE.
-        """
-        wide_PV = widened(logits_PV)
+        """Return [2, P]: each position's cross entropy, and 1 if its label has the greatest logit. Both are 0
+        for a label of IGNORE."""
+        wide_PV = kernels.widened(logits_PV)
         loss_P = F.cross_entropy(wide_PV, labels_P, ignore_index=IGNORE, reduction="none")
         label_logit_P = wide_PV.gather(1, labels_P.clamp(min=0)[:, None])[:, 0]
         is_best_P = (label_logit_P == wide_PV.amax(-1)) & (labels_P != IGNORE)
@@ -128,7 +115,7 @@ class Embeddings(nn.Module):
         if self.has_types:
             self.token_type_embeddings = nn.Embedding(config.token_types, config.hidden_size)
         self.norm = make_norm(config)
-        self.drop = KeyedDropout(config.dropout, site=0)
+        self.drop = kernels.KeyedDropout(config.dropout, site=0)
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
@@ -167,10 +154,10 @@ class Attention(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.head_size = hidden // config.num_heads
-        self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
-        self.Wo = Linear(hidden, hidden, bias=config.bias)
-        self.drop_probabilities = KeyedDropout(config.attention_dropout, site=0)
-        self.drop = KeyedDropout(config.dropout, site=1)
+        self.Wqkv = kernels.Linear(hidden, 3 * hidden, bias=False)
+        self.Wo = kernels.Linear(hidden, hidden, bias=config.bias)
+        self.drop_probabilities = kernels.KeyedDropout(config.attention_dropout, site=0)
+        self.drop = kernels.KeyedDropout(config.dropout, site=1)
         # no key bias: without rotary positions it shifts all scores of a query equally, which softmax ignores
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
@@ -184,7 +171,7 @@ class Attention(nn.Module):
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
         drops = self.training and self.drop_probabilities.p > 0
         plain = rotary_2SD is None and seen is None and not drops
-        if plain and takes_gpu_kernel(qkv) and gpu_kernels.fits(length, self.head_size):
+        if plain and kernels.takes_gpu_kernel(qkv) and gpu_kernels.fits(length, self.head_size):
             heads = qkv.shape[-1] // 3 // self.head_size
             return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
         q, k, v = (
@@ -210,7 +197,7 @@ class Attention(nn.Module):
         key_BA = None
         if self.drop_probabilities.p and seed_B is not None:
             head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
-            key_BA = fold_in(seed_B[:, None], head_A)
+            key_BA = kernels.fold_in(seed_B[:, None], head_A)
         probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
         return probability_BASS.to(v.dtype) @ v
 
@@ -222,13 +209,13 @@ class MLP(nn.Module):
         super().__init__()
         self.gated = config.mlp == "geglu"
         width = config.intermediate_size * (2 if self.gated else 1)
-        self.Wi = Linear(config.hidden_size, width, bias=config.bias)
-        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
-        self.drop = KeyedDropout(config.dropout, site=2)
+        self.Wi = kernels.Linear(config.hidden_size, width, bias=config.bias)
+        self.Wo = kernels.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.drop = kernels.KeyedDropout(config.dropout, site=2)
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None) -> Tensor:
         x = self.Wi(x_BSH)
-        if self.gated and takes_gpu_kernel(x):
+        if self.gated and kernels.takes_gpu_kernel(x):
             x = gpu_kernels.gated_gelu(x)
         elif self.gated:
             x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half, which is equivalent
@@ -251,11 +238,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x_BSH: Tensor,
-        rotary_2SD: Tensor | None,
-        seen: Tensor | None = None,
-        seed_B: Tensor | None = None,
+        self, x_BSH: Tensor, rotary_2SD: Tensor | None, seen: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
         if self.post_norm:
             x_BSH = self.attn_norm(x_BSH + self.attn(x_BSH, rotary_2SD, seen, seed_B))
@@ -316,7 +299,7 @@ class Encoder(nn.Module):
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if seed_B is not None:
             site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
-            keys = fold_in(seed_B, site_L1).unbind()
+            keys = kernels.fold_in(seed_B, site_L1).unbind()
         for layer, is_local, layer_key_B in zip(self.layers, self.is_local, keys, strict=True):
             rotary_2SD, seen = (self.local_rotary_2SD, nearby) if is_local else (self.rotary_2SD, everywhere)
             x_BSH = layer(x_BSH, rotary_2SD, seen, layer_key_B)
@@ -334,17 +317,15 @@ class Encoder(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """Apply dense, GELU and norm if configured, then the tied decoder and its loss.
-
-    `final_norm`: the encoder's norm, if `x_PH` is not normalised yet. The head applies it to the predicted
-    positions only, within one compiled graph.
-    """
+    """Apply dense, GELU and norm if configured, then the tied decoder and its loss. `final_norm`: the
+    encoder's norm, if `x_PH` is not normalised yet. The head applies it to the predicted positions only,
+    within one compiled graph."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
         self.transforms = config.head == "dense"
         if self.transforms:
-            self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+            self.dense = kernels.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
             self.norm = make_norm(config)
         self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
         self.vocabulary = vocabulary
@@ -386,11 +367,8 @@ class EncoderModel(Model):
         return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
-        """Return how tensor parallelism splits parameters; see `Model.tensor_plan`.
-
-        Attention is split by heads, the MLP by intermediate columns, the vocabulary by rows; the rest is
-        whole.
-        """
+        """Return how tensor parallelism splits parameters; see `Model.tensor_plan`. Attention is split by
+        heads, the MLP by intermediate columns, the vocabulary by rows; the rest is whole."""
         fused = 2 if self.gated else 1
         splits = {
             "tok_embeddings.weight": (0, 1),

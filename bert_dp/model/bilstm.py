@@ -1,7 +1,5 @@
-"""Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136).
-
-Axes: B examples, S positions, E embedding (model.hidden_size), H units per direction, L labels.
-"""
+"""Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136). Axes: B examples, S positions, E
+embedding (model.hidden_size), H units per direction, L labels."""
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +13,9 @@ EMBEDDING_BOUND = 0.25  # of random vectors, about the spread of word2vec's (arX
 
 
 class BiLstm(Model):
-    """Compute logits of whole examples: embedding, one bidirectional LSTM, a ReLU layer, a linear layer.
-
-    The directions are two LSTMs on padded batches, the second on reversed examples. Packed sequences would
-    give the same result, but fail in torch.export and in the ONNX exporters.
-    """
+    """Compute logits of whole examples: embedding, one bidirectional LSTM, a ReLU layer, a linear layer. The
+    directions are two LSTMs on padded batches, the second on reversed examples. Packed sequences would give
+    the same result, but fail in torch.export and in the ONNX exporters."""
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()

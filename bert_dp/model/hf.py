@@ -61,10 +61,8 @@ def load_hf(
     directory: Path, config: Config, tokenizer: str | None
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the parameters in DIR/model.safetensors by our names, and the names of those not loaded.
-    `tokenizer`: hash of the data's tokenizer.
-
-    Raises ConfigError for a file that cannot be read or does not fit.
-    """
+    `tokenizer`: hash of the data's tokenizer. Raises ConfigError for a file that cannot be read or does not
+    fit."""
     issues = hf_issues(directory, config)
     if tokenizer is not None:
         issues += tokenizer_issues(directory, tokenizer)

@@ -132,11 +132,9 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the initial canonical state of a run, on the host, and a record of its source.
-
-    The weights are the model's own, except that run.init_from provides those in `Model.is_pretrained`, with
-    the optimizer's state if run.init_keeps is moments. Collective. Raises ConfigError if they do not fit.
-    """
+    """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
+    the model's own, except that run.init_from provides those in `Model.is_pretrained`, with the optimizer's
+    state if run.init_keeps is moments. Collective. Raises ConfigError if they do not fit."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:

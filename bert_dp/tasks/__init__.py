@@ -100,11 +100,8 @@ def write_or_warn(path: Path, text: str) -> None:
 
 class Task(Protocol):
     """Define a run's model, data, loss and evaluation. A task is created from the configuration and the
-    rank's device, without reading data.
-
-    A new task is a file here, its name in TASKS and in `objective.name` of `config/schema.py`, and its own
-    parity test.
-    """
+    rank's device, without reading data. A new task is a file here, its name in TASKS and in `objective.name`
+    of `config/schema.py`, and its own parity test."""
 
     @property
     def flops_per_token(self) -> float | None:

@@ -1,7 +1,5 @@
-"""Distil a teacher's logits into a student, on the examples in a prepared directory.
-
-Axes as in bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers in a vector.
-"""
+"""Distil a teacher's logits into a student, on the examples in a prepared directory. Axes as in
+bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers in a vector."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -100,10 +100,8 @@ class Finetuning:
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Score every labelled split, counting each example once, and write predictions for all splits.
-
         `loss` is the mean over the examples of dev (for MNLI, of both dev splits). There are no scores if
-        logits are not finite.
-        """
+        logits are not finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
             logits_NL = self._logits(model, examples, context)
@@ -225,10 +223,8 @@ class Finetuning:
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
         """Return [n, L] for all examples, in their order, on every rank; None if `context.stopped` returned
-        True. Collective.
-
-        Averages the results of examples that several replicas compute to fill their last batch.
-        """
+        True. Collective. Averages the results of examples that several replicas compute to fill their last
+        batch."""
         own_NL = np.zeros((len(examples), self._config.finetune.num_outputs))
         seen_N1 = np.zeros((len(examples), 1))
         with torch.no_grad(), context.precision.context(context.device):

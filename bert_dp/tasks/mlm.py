@@ -15,24 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bert_dp import cost, files
-from bert_dp.config import (
-    CLOCKED,
-    Config,
-    ConfigError,
-    Issue,
-    batch_at,
-    batch_layout,
-    find_config,
-    load_config,
-    num_masked,
-    progress_at,
-    read_manifest,
-    with_budget,
-)
+from bert_dp.config import Config, ConfigError, Issue, find_config, load_config, read_manifest
+from bert_dp.config.batch import batch_at, batch_layout, progress_at, with_budget
+from bert_dp.config.schema import CLOCKED, num_masked
 from bert_dp.data import stream as data
 from bert_dp.data.build import ensure
-from bert_dp.model import bert as model
-from bert_dp.model.bert import CrammedBert
+from bert_dp.model.bert import CrammedBert, build_model
 from bert_dp.tasks import Context, DatasetInfo, write_or_warn
 
 EVAL_MASK_RATE = 0.15  # fixed, to make held-out losses comparable across runs with different mask rates
@@ -63,8 +51,8 @@ class MaskedLanguageModel:
             uniform_entropy_nats=manifest.uniform_entropy_nats,
         )
 
-    def build_model(self, seed: int) -> model.CrammedBert:
-        return model.build_model(self._config.model, self._config.data.sequence_length, seed)
+    def build_model(self, seed: int) -> CrammedBert:
+        return build_model(self._config.model, self._config.data.sequence_length, seed)
 
     def training_batch(self, sample_ids: NDArray[np.int64]) -> data.MlmBatch:
         """Build the micro batch at these positions in the training stream."""

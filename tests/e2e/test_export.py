@@ -128,18 +128,6 @@ def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
         assert value in card
 
 
-def assert_encodes_alike(run: Path, out: Path, folder: Path) -> None:
-    """`predict` gives the run's encodings."""
-    file = folder / "a.txt"
-    file.write_text("\n".join(" ".join(WORDS[: n + 1]) for n in range(len(WORDS))))
-    ours = predicted(run, file, folder / "ours.jsonl")
-    theirs = predicted(out, file, folder / "theirs.jsonl")
-    assert len(ours) == len(WORDS)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert other["index"] == mine["index"]
-        assert other["encoding"] == pytest.approx(mine["encoding"], abs=1e-4)
-
-
 def predicted(run: Path, file: Path, place: Path, *options: str) -> list[dict[str, Any]]:
     accepted("predict", str(run), str(file), "--out", str(place), *options)
     return read_lines(place)
@@ -196,28 +184,18 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("form", "name", "options", "said"),
-    [
-        (
-            "hf",
-            "crammed",
-            (),
-            "model.position: scaled_sinusoidal, but no transformers class has it with model.norm: layernorm",
-        ),
-        ("hf", "recipe-labels", ("--encoder",), "model.position: scaled_sinusoidal"),
+def test_what_cannot_be_exported_is_refused(runs: Path, tmp_path: Path) -> None:
+    write_files(tmp_path, {"full/a": ""})
+    position = "model.position: scaled_sinusoidal"
+    for form, name, options, said in (
+        ("hf", "crammed", (), f"{position}, but no transformers class has it with model.norm: layernorm"),
+        ("hf", "recipe-labels", ("--encoder",), position),
         ("hf", "nowhere", (), "does not exist"),
         ("aoti", "rope", ("--int8",), "--int8"),
-    ],
-)
-def test_what_cannot_be_exported_is_refused(
-    runs: Path, tmp_path: Path, form: str, name: str, options: tuple[str, ...], said: str
-) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a").touch()
-    errors = refused("export", form, str(runs / name), "--out", str(tmp_path / "out"), *options)
-    assert said in errors
-    assert errors.count("\n") == 1
+    ):
+        errors = refused("export", form, str(runs / name), "--out", str(tmp_path / "out"), *options)
+        assert said in errors
+        assert errors.count("\n") == 1
     assert "--out: " in refused("export", "hf", str(runs / "rope"), "--out", str(tmp_path / "full"))
     assert [path.name for path in tmp_path.iterdir()] == ["full"], "nothing is left"
 
@@ -261,29 +239,27 @@ def test_a_missing_package_is_refused_by_its_extra(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("file", "begin", "said"),
-    [
-        ("export.json", "torn", "export.json: "),
-        ("export.json", '{"schema_version": 2, ', "schema_version: "),
-        ("model.onnx", None, "has no model.onnx; export the run again"),
-        ("tokenizer.json", None, "has no tokenizer.json; export the run again"),
-        ("model.onnx", "T", "model.onnx is not the exported file (its SHA-256 differs)"),
-    ],
-)
-def test_a_directory_that_lacks_a_file_is_refused(
-    tmp_path: Path, file: str, begin: str | None, said: str
-) -> None:
+def test_a_directory_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
     """Or has one that begins otherwise."""
-    write_exported(tmp_path, "onnx")
-    about = (tmp_path / file).read_text()
-    (tmp_path / file).unlink()
-    if begin is not None:
-        (tmp_path / file).write_text(begin + about[1:])
-    for verb in (("predict", str(tmp_path), __file__), ("export", "check", str(tmp_path))):
-        errors = refused(*verb)
-        assert said in errors
-        assert errors.count("\n") == 1
+    for number, (file, begin, said) in enumerate(
+        (
+            ("export.json", "torn", "export.json: "),
+            ("export.json", '{"schema_version": 2, ', "schema_version: "),
+            ("model.onnx", None, "has no model.onnx; export the run again"),
+            ("tokenizer.json", None, "has no tokenizer.json; export the run again"),
+            ("model.onnx", "T", "model.onnx is not the exported file (its SHA-256 differs)"),
+        )
+    ):
+        folder = tmp_path / f"{number}"
+        write_exported(folder, "onnx")
+        about = (folder / file).read_text()
+        (folder / file).unlink()
+        if begin is not None:
+            (folder / file).write_text(begin + about[1:])
+        for verb in (("predict", str(folder), __file__), ("export", "check", str(folder))):
+            errors = refused(*verb)
+            assert said in errors
+            assert errors.count("\n") == 1
 
 
 def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
@@ -306,7 +282,16 @@ def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_pat
     """The runner of docs/export.md, built as it stands there."""
     out = export("aoti", runs / "crammed", tmp_path / "out")
     assert_proven(check(out, runs / "crammed"), 1e-4)
-    assert_encodes_alike(runs / "crammed", out, tmp_path)
+    texts = [" ".join(WORDS[: n + 1]) for n in range(len(WORDS))]
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    ours, theirs = (
+        predicted(place, tmp_path / "a.txt", tmp_path / f"{place.name}.jsonl")
+        for place in (runs / "crammed", out)
+    )
+    assert [line["index"] for line in ours] == list(range(len(WORDS)))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert other["index"] == mine["index"]
+        assert other["encoding"] == pytest.approx(mine["encoding"], abs=1e-4)
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed: the runner is not built")
     text = (Path(__file__).parents[2] / "docs/export.md").read_text()

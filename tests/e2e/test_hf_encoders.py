@@ -17,13 +17,8 @@ from tests.runs_to_export import WORDS
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 66,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 48, "max_position_embeddings": 66}
 TEXTS = [" ".join(random.Random(i).choices(WORDS, k=30)) for i in range(120)]
 PAIRS = [(WORDS[i % 15], f"{WORDS[(i * i) % 15]} {WORDS[(3 * i) % 15]}") for i in range(48)]
 SETTINGS = "schedule.steps=3 batch.global_size=8 batch.micro_size=4 log.every_steps=1 precision=fp32".split()

@@ -1,11 +1,14 @@
-"""N ranks finetune what one rank finetunes, with dropout on, from the weights of a pretrained run."""
+"""N ranks finetune and distil what one rank does, with dropout on."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
+from bert_dp.examples.table import LOGITS
 from bert_dp.files import PREDICTIONS
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
@@ -173,3 +176,38 @@ def test_a_finetuned_run_learns_and_says_what_of(one_rank: Path) -> None:
     assert all(line["label"] is None for line in lines[11:])
     right = sum(line["logits"].index(max(line["logits"])) == line["label"] for line in lines[:11])
     assert heldout["scores"]["dev/accuracy"] == pytest.approx(right / 11)
+
+
+LSTM = {"lstm_size": 12, "num_layers": 1, "num_heads": 1, "attention_dropout": 0.0}
+STUDENTS: dict[str, tuple[dict[str, Any], int, int, str]] = {
+    "lstm-n2": (LSTM, 2, 2, "auto"),
+    "lstm-n4": (LSTM, 4, 2, "auto"),
+    "lstm-zero1-n2": (LSTM, 2, 4, "zero1"),
+    "lstm-fsdp-n2": (LSTM, 2, 4, "fsdp"),
+    "transformer-n2": ({}, 2, 2, "auto"),
+}
+"""Model, ranks, micro batch and engine."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.quick if name == "lstm-n2" else ()) for name in STUDENTS]
+)
+def test_n_ranks_distil_what_one_rank_distils(name: str, examples: Path, tmp_path: Path) -> None:
+    """Logits in two parts; a BiLSTM and a transformer."""
+    logits = np.random.default_rng(0).normal(size=(2, 20, 3)).astype(np.float32)
+    for part in range(2):
+        save_file({"logits": logits[part]}, tmp_path / LOGITS.format(part))
+    model, *cell = STUDENTS[name]
+    own = {
+        "run": {"init_from": None},
+        "objective": {"name": "distill"},
+        "distill": {"logits": str(tmp_path), "alpha": 0.25},
+        "schedule": {"steps": 12, "name": "cosine"},
+        "model": model,
+    }
+    runs = []
+    for ranks, micro, engine in ((1, GLOBAL, "auto"), cell):
+        sizes = {"batch": {"micro_size": micro}, "parallel": {"engine": engine}}
+        config = finetuning(examples, Path(), **own, **sizes)
+        runs.append(train_run(tmp_path / f"n{len(runs)}", config, ranks))
+    assert_same(runs[1], runs[0], loss=1e-10, weights=1e-10, steps=12)

@@ -12,14 +12,8 @@ from tests.tensors import largest_relative_error
 transformers = pytest.importorskip("transformers")
 
 STEPS = 5
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 48, "max_position_embeddings": 40}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {},
     "Roberta": {"pad_token_id": 1, "type_vocab_size": 1, "hidden_dropout_prob": 0.0},

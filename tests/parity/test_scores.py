@@ -1,6 +1,8 @@
-"""Scores of predictions that several ranks made, beside scikit-learn's and scipy's own functions."""
+"""Scores of predictions that several ranks made, beside scikit-learn's and scipy's own functions; scores of a
+constant answer, and those that are not defined."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp.config import read_examples, resolve
+from bert_dp.config.manifest import Metric
+from bert_dp.evaluation.scores import majority, score
 from bert_dp.examples.table import Examples
 from bert_dp.files import PREDICTIONS
 from bert_dp.tasks import Context
@@ -27,44 +31,31 @@ from tests.ranks import run_ranks
 sklearn = pytest.importorskip("sklearn.metrics", reason="needs the extra glue")
 stats = pytest.importorskip("scipy.stats", reason="needs the extra glue")
 
+pytestmark = pytest.mark.quick
 VOCAB, DEV, MICRO = 64, 31, 3  # 31 examples fill no number of micro batches
 Measure = Callable[[NDArray[Any], NDArray[Any]], float]
+OF_CLASSES: dict[str, Measure] = {
+    "accuracy": lambda y, x: sklearn.accuracy_score(y, x.argmax(1)),
+    "mcc": lambda y, x: sklearn.matthews_corrcoef(y, x.argmax(1)),
+}
+OF_TWO: dict[str, Measure] = {
+    "f1": lambda y, x: sklearn.f1_score(y, x.argmax(1)),
+    "auc": lambda y, x: sklearn.roc_auc_score(y, x[:, 1] - x[:, 0]),
+}
+OF_THREE: dict[str, Measure] = {"f1": lambda y, x: sklearn.f1_score(y, x.argmax(1), average="macro")}
+OF_SEVERAL: dict[str, Measure] = {
+    "accuracy": lambda y, x: sklearn.accuracy_score(y, x > 0),
+    "f1": lambda y, x: sklearn.f1_score(y, x > 0, average="micro"),
+}
+OF_A_SCORE: dict[str, Measure] = {
+    "pearson": lambda y, x: stats.pearsonr(y, x[:, 0]).statistic,
+    "spearman": lambda y, x: stats.spearmanr(y, x[:, 0]).statistic,
+}
 KINDS: dict[str, tuple[str, int, Mapping[str, Measure]]] = {
-    "two labels": (
-        "single_label",
-        2,
-        {
-            "accuracy": lambda y, x: sklearn.accuracy_score(y, x.argmax(1)),
-            "f1": lambda y, x: sklearn.f1_score(y, x.argmax(1)),
-            "mcc": lambda y, x: sklearn.matthews_corrcoef(y, x.argmax(1)),
-            "auc": lambda y, x: sklearn.roc_auc_score(y, x[:, 1] - x[:, 0]),
-        },
-    ),
-    "three labels": (
-        "single_label",
-        3,
-        {
-            "accuracy": lambda y, x: sklearn.accuracy_score(y, x.argmax(1)),
-            "f1": lambda y, x: sklearn.f1_score(y, x.argmax(1), average="macro"),
-            "mcc": lambda y, x: sklearn.matthews_corrcoef(y, x.argmax(1)),
-        },
-    ),
-    "several labels": (
-        "multi_label",
-        2,
-        {
-            "accuracy": lambda y, x: sklearn.accuracy_score(y, x > 0),
-            "f1": lambda y, x: sklearn.f1_score(y, x > 0, average="micro"),
-        },
-    ),
-    "a score": (
-        "regression",
-        1,
-        {
-            "pearson": lambda y, x: stats.pearsonr(y, x[:, 0]).statistic,
-            "spearman": lambda y, x: stats.spearmanr(y, x[:, 0]).statistic,
-        },
-    ),
+    "two labels": ("single_label", 2, OF_CLASSES | OF_TWO),
+    "three labels": ("single_label", 3, OF_CLASSES | OF_THREE),
+    "several labels": ("multi_label", 2, OF_SEVERAL),
+    "a score": ("regression", 1, OF_A_SCORE),
 }
 
 
@@ -103,22 +94,14 @@ def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
     }
     task = Finetuning(resolve([settings(out, **own)]), device)
     task.open_data()
-    context = Context(
-        comm=comm,
-        device=device,
-        precision=choose_precision("fp64", device),
-        dp_rank=world.rank,
-        dp_size=world.size,
-        tensor=1,
-        progress=lambda: None,
-        stopped=lambda: False,
-        run_dir=out if world.rank == 0 else None,
-    )
+    calls: dict[str, Any] = {"progress": lambda: None, "stopped": lambda: False}
+    replica = {"dp_rank": world.rank, "dp_size": world.size, "tensor": 1, **calls}
+    run_dir = out if world.rank == 0 else None
+    context = Context(comm, device, choose_precision("fp64", device), run_dir=run_dir, **replica)
     measured = task.evaluate(SumOfTokens(outputs), context)
     (out / f"scores-{world.rank}.json").write_text(json.dumps(measured))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_scores_of_gathered_predictions_are_scikit_learns(ranks: int, tmp_path: Path) -> None:
     for name, (kind, outputs, measures) in KINDS.items():
@@ -157,3 +140,43 @@ def assert_scores(
         assert measured["examples"] == DEV
         assert measured["loss"] == pytest.approx(mean_loss(kind, logits_NL, labels), rel=1e-9)
         assert measured["scores"] == pytest.approx(expected, abs=1e-12)
+
+
+# --- of one process
+
+
+BINARY: tuple[Metric, ...] = ("accuracy", "f1", "mcc", "auc")
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 2, 60)
+LOGITS = RNG.normal(size=(60, 2)) + 0.7 * np.eye(2)[LABELS]
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs_in_the_right_order() -> None:
+    margin = LOGITS[:, 1] - LOGITS[:, 0]
+    ahead = np.sign(margin[LABELS == 1][:, None] - margin[LABELS == 0]) / 2 + 0.5  # Mann and Whitney's U
+    assert score(["auc"], "single_label", LOGITS, LABELS)["auc"] == pytest.approx(ahead.mean(), abs=1e-12)
+
+
+def test_what_is_not_defined_is_nan_and_what_is_not_finite_is_refused() -> None:
+    flat = np.zeros((4, 1))
+    found = score(["pearson", "spearman"], "regression", flat, np.arange(4.0))
+    assert all(math.isnan(value) for value in found.values())
+    assert math.isnan(score(["pearson"], "regression", flat[:1], np.zeros(1))["pearson"])
+    assert math.isnan(score(["auc"], "single_label", LOGITS[:4], np.ones(4, np.int64))["auc"])
+    with pytest.raises(KeyError):  # of more labels than two
+        score(["auc"], "single_label", np.eye(3), np.arange(3))
+    broken = LOGITS.copy()
+    broken[3, 1] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        score(["accuracy"], "single_label", broken, LABELS)
+
+
+def test_the_majority_of_train_is_scored_on_dev() -> None:
+    train, dev = np.array([1] * 7 + [0] * 3), np.array([1] * 279 + [0] * 129)  # dev as MRPC's
+    found = majority(BINARY, "single_label", train, dev)
+    assert found == pytest.approx({"accuracy": 0.68382, "f1": 0.81223, "mcc": 0, "auc": 0.5}, abs=1e-5)
+    assert majority(["accuracy"], "single_label", 1 - train, dev)["accuracy"] == pytest.approx(129 / 408)
+    scores = majority(["pearson"], "regression", np.arange(5.0), np.arange(3.0))
+    assert math.isnan(scores["pearson"])
+    several = np.array([[1, 0], [1, 1], [1, 0]], np.uint8)
+    assert majority(["accuracy"], "multi_label", several, several)["accuracy"] == pytest.approx(2 / 3)

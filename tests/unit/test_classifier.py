@@ -25,22 +25,11 @@ from tests.helpers import read_lines
 from tests.tensors import CPU
 
 LENGTH, VOCABULARY = 128, 64
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "num_layers": 3,
-    "num_heads": 4,
-    "intermediate_size": 40,
-}
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_layers": 3}
+SHAPE |= {"num_heads": 4, "intermediate_size": 40}
 VARIANTS: dict[str, dict[str, Any]] = {
     "crammed": {},
-    "ModernBERT": {
-        "position": "rope",
-        "norm_eps": 1e-5,
-        "norm_bias": False,
-        "first_attention_norm": False,
-        "head": "dense",
-    },
+    "ModernBERT": {"position": "rope", "norm_bias": False, "first_attention_norm": False, "head": "dense"},
     "EuroBERT": {"position": "rope", "norm": "rmsnorm", "norm_eps": 1e-6},
     "RobertaPreLayerNorm": {"position": "learned", "mlp": "gelu", "bias": True},
 }
@@ -75,35 +64,24 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
         torch.testing.assert_close(alone, padded, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_no_class_has_is_refused() -> None:
+def test_a_head_drops_where_its_class_does() -> None:
+    """And nowhere else, nor twice the same. A head that no class has is refused."""
     with pytest.raises(ConfigError, match=r"finetune\.head: native, but transformers has no class"):
         Classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"))
-
-
-@pytest.mark.parametrize(
-    ("variant", "places"),
-    [
-        ("crammed", {"classifier"}),
-        ("ModernBERT", {"classifier"}),
-        ("EuroBERT", set()),
-        ("RobertaPreLayerNorm", {"dense", "classifier"}),
-    ],
-)
-def test_a_head_drops_where_its_class_does(variant: str, places: set[str]) -> None:
-    """And nowhere else, nor twice the same."""
-    finetuned = FinetuneConfig(
-        labels=("a", "b"), head="recipe" if variant == "crammed" else "native", head_size=48
-    )
-    config = ModelConfig(**{**SHAPE, **VARIANTS[variant], "dropout": 0.5})
-    head = initialize(Classifier(config, LENGTH, finetuned), seed=1).head.train()
-    dropped: dict[str, torch.Tensor] = {}
-    for name in ("dense", "classifier"):
-        layer = head.get_submodule(name)
-        layer.register_forward_pre_hook(lambda _, given, name=name: dropped.update({name: given[0] == 0}))
-    head(torch.ones(64, 48), key32(hash64(0, np.arange(64))))
-    shares = {name: float(zeros.float().mean()) for name, zeros in dropped.items()}
-    assert shares == pytest.approx({name: 0.5 * (name in places) for name in shares}, abs=0.05)
-    assert not places or not torch.equal(dropped["dense"], dropped["classifier"])
+    places = {"ModernBERT": {"classifier"}, "RobertaPreLayerNorm": {"dense", "classifier"}}
+    for variant, dropping in {"crammed": {"classifier"}, "EuroBERT": set(), **places}.items():
+        name = "recipe" if variant == "crammed" else "native"
+        finetuned = FinetuneConfig(labels=("a", "b"), head=name, head_size=48)
+        config = ModelConfig(**{**SHAPE, **VARIANTS[variant], "dropout": 0.5})
+        head = initialize(Classifier(config, LENGTH, finetuned), seed=1).head.train()
+        dropped: dict[str, torch.Tensor] = {}
+        for layer in (head.dense, head.classifier):
+            layer.register_forward_pre_hook(lambda key, given, to=dropped: to.update({key: given[0] == 0}))
+        head(torch.ones(64, 48), key32(hash64(0, np.arange(64))))
+        shares = [float(dropped[layer].float().mean()) for layer in (head.dense, head.classifier)]
+        expected = [0.5 * (layer in dropping) for layer in ("dense", "classifier")]
+        assert shares == pytest.approx(expected, abs=0.05)
+        assert not dropping or not torch.equal(dropped[head.dense], dropped[head.classifier])
 
 
 # --- the task
@@ -139,16 +117,13 @@ def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuni
         lengths = whole.real_BS.sum(1)
         assert lengths.tolist() == sorted(lengths.tolist()), "sorted by length inside the batch"
         assert all(b.ids_BS.shape[1] % 16 == 0 or b.ids_BS.shape[1] == LENGTH for b in (whole, *halves))
-        rows += [
-            (int(i), tuple(ids[real].tolist()))
-            for i, ids, real in zip(whole.sample_ids, whole.ids_BS, whole.real_BS, strict=True)
-        ]
+        texts = [tuple(ids[real].tolist()) for ids, real in zip(whole.ids_BS, whole.real_BS, strict=True)]
+        rows += zip(whole.sample_ids.tolist(), texts, strict=True)
     assert len(keys) == 37 * 8, "dropout of its own for each example in each epoch"
     by_sample = dict(rows)
-    epochs = [sorted(by_sample[i] for i in range(e * 37, e * 37 + 37)) for e in range(8)]
-    assert all(epoch == epochs[0] for epoch in epochs)
-    order = [[by_sample[i] for i in range(e * 37, e * 37 + 37)] for e in range(2)]
-    assert order[0] != order[1], "another order in every epoch"
+    epochs = [[by_sample[i] for i in range(e * 37, e * 37 + 37)] for e in range(8)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert epochs[0] != epochs[1], "another order in every epoch"
 
 
 def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) -> None:
@@ -178,36 +153,24 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
     model = task.build_model(0).eval()
     with torch.no_grad():
         model.head.classifier.bias[1] = math.inf
-    context = Context(
-        comm=HostCollectives(ALONE, None),
-        device=CPU,
-        precision=precision_of("fp32"),
-        dp_rank=0,
-        dp_size=1,
-        tensor=1,
-        progress=lambda: None,
-        stopped=lambda: False,
-        run_dir=tmp_path,
-    )
+    calls: dict[str, Any] = {"progress": lambda: None, "stopped": lambda: False}
+    replica = {"dp_rank": 0, "dp_size": 1, "tensor": 1, **calls}
+    context = Context(HostCollectives(ALONE, None), CPU, precision_of("fp32"), run_dir=tmp_path, **replica)
     measured = task.evaluate(model, context)
     assert measured is not None
     assert measured["scores"] == {}
     lines = read_lines(tmp_path / files.PREDICTIONS)
-    dev = task._splits["dev"].labels
-    assert dev is not None
-    assert [(line["split"], line["index"], line["label"]) for line in lines] == [
-        *(("dev", i, int(label)) for i, label in enumerate(dev)),
-        *(("test", i, None) for i in range(4)),
-    ]
+    labels = [*map(int, task._splits["dev"].labels), *[None] * 4]  # type: ignore[arg-type]
+    places = [*(("dev", i) for i in range(11)), *(("test", i) for i in range(4))]
+    assert [(line["split"], line["index"]) for line in lines] == places
+    assert [line["label"] for line in lines] == labels
     assert {line["logits"][1] for line in lines} == {None}
     for i, line in enumerate(lines[11:]):  # each its own example's
         tokens = torch.from_numpy(task._splits["test"].tokens(i).astype(np.int64))[None]
         with torch.no_grad():
             assert line["logits"][0] == pytest.approx(float(model(tokens)[0, 0]), abs=1e-5)
-    full = dataclasses.replace(context, run_dir=tmp_path / "gone")
-    again = task.evaluate(model, full)
+    again = task.evaluate(model, dataclasses.replace(context, run_dir=tmp_path / "gone"))
     assert again is not None
     assert again["examples"] == measured["examples"], "a full disk ends no run"
     assert "warning: predictions.jsonl could not be written: " in capsys.readouterr().out
-    quiet = dataclasses.replace(context, run_dir=None, stopped=lambda: True)
-    assert task.evaluate(model, quiet) is None
+    assert task.evaluate(model, dataclasses.replace(context, stopped=lambda: True)) is None

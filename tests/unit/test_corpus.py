@@ -31,21 +31,16 @@ from tests.shards import edited_manifest, write_shards
 
 LENGTH, VOCAB = 16, 300
 PLAIN: dict[str, Any] = {"max_tokens_per_char": 0.0, "held_out_fraction": 0.1}
-WORDS = [
-    a + b
-    for a in ("ba", "ko", "mi", "re", "tu", "sal", "pon")
-    for b in ("la", "ner", "st", "ing", "um", "dy")
-]
+WORDS = [a + b for a in "ba ko mi re tu sal pon".split() for b in "la ner st ing um dy".split()]
 
 
 def prose(num: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
-    return [
-        " ".join(rng.choices(WORDS, k=rng.randint(3, 30))).capitalize()
-        + f". {i} "
-        + ". ".join(rng.choices(WORDS, k=rng.randint(0, 5)))
-        for i in range(num)
-    ]
+
+    def some(least: int, most: int) -> list[str]:
+        return rng.choices(WORDS, k=rng.randint(least, most))
+
+    return [f"{' '.join(some(3, 30)).capitalize()}. {i} {'. '.join(some(0, 5))}" for i in range(num)]
 
 
 def write(path: Path, docs: list[str]) -> str:
@@ -111,11 +106,24 @@ def restated(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]
     return {name: ids[: len(ids) // LENGTH * LENGTH] for name, ids in streams.items()}
 
 
-def test_packing_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A special token in a text is text."""
+def test_packing_is_exact_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A special token in a text is text. No test can cut power, so the calls are looked at: every shard is
+    synced whole, and the manifest last."""
+    synced: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 50)
     docs = [*prose(300), *(f"{doc} <mask> <pad> <cls> <s>" for doc in prose(50, seed=1))]
     manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
+    files = [shard for name in ("train", "held_out") for shard in manifest[name]["shards"]]
+    assert {(shard["file"], shard["bytes"]) for shard in files} <= set(synced[:-1])
+    assert synced[-1][0].startswith(".manifest.json.")
     streams = restated(tmp_path / "out", docs, 0.1)
     for name, ids in streams.items():
         rows = split(tmp_path / "out", name)
@@ -135,40 +143,43 @@ def test_packing_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
-def test_neither_processes_nor_the_directory_of_the_source_change_anything(
+def test_neither_processes_nor_batches_nor_the_directory_of_the_source_change_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 37)
-    docs = prose(400) + prose(50)
-    options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5}
-    (tmp_path / "elsewhere").mkdir()
-    one = make(write(tmp_path / "a.txt", docs), tmp_path / "one", processes=1, **options)
-    two = make(write(tmp_path / "elsewhere/a.txt", docs), tmp_path / "two", processes=2, **options)
-    assert one == two
-    assert str(tmp_path) not in json.dumps(one)
-    assert one["dropped"]["exact_duplicate"] == 50
+    """Sources are counted apart, whatever the batches."""
+    texts = [prose(400), prose(50), *(prose(9, seed=i) + russian(9)[i - 1 :: 3] for i in (1, 2, 3))]
+    options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5, "normalize": False}
+    found = []
+    for size, processes in ((37, 1), (31, 2), (1, 1)):
+        monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", size)
+        folder = tmp_path / f"{size}"
+        folder.mkdir()
+        files = [write(folder / f"{i}.txt", docs) for i, docs in enumerate(texts)]
+        found.append(make(files, folder / "out", processes=processes, **options))
+    assert found[0] == found[1] == found[2]
+    assert str(tmp_path) not in json.dumps(found[0])
+    assert found[0]["dropped"]["exact_duplicate"] == 50
     for name in ("tokenizer.json", "train-00000.bin", "held_out-00000.bin"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert len({(tmp_path / f"{size}/out" / name).read_bytes() for size in (37, 31, 1)}) == 1
+    letters = [sum(map(str.isalpha, "".join(docs))) for docs in texts]
+    counts = [(source["letters"], source["documents"]) for source in found[0]["sources"]]
+    assert counts == list(zip(letters, map(len, texts), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("fraction", "with_others", "refused"),
-    [(0.3, False, True), (0.4, False, True), (0.4, True, True), (0.05, True, False), (0.0, False, False)],
-)
-def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(
-    tmp_path: Path, fraction: float, with_others: bool, refused: bool
-) -> None:
+def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(tmp_path: Path) -> None:
     """The hash of its text puts it among the 40 % but not the 30 % that are held out."""
-    (tmp_path / "whole.txt").write_text("\n".join(prose(400, seed=6)))
-    (tmp_path / "others.txt").write_text("\n\n".join(prose(60)))
-    files = [str(tmp_path / f"{name}.txt") for name in ("whole", *(["others"] if with_others else []))]
-    options: dict[str, Any] = {"documents": "blank_line", "held_out_fraction": fraction}
-    if not refused:
-        assert make(files, tmp_path / "out", **options)["train"]["sequences"]
-        return
-    issue = refusal(files, tmp_path / "out", **options)
-    assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
-    assert issue.other == "data.build.held_out_fraction"
+    whole, others = tmp_path / "whole.txt", tmp_path / "others.txt"
+    whole.write_text("\n".join(prose(400, seed=6)))
+    others.write_text("\n\n".join(prose(60)))
+    alone, both = [str(whole)], [str(whole), str(others)]
+    for fraction, sources in ((0.3, alone), (0.4, alone), (0.4, both)):
+        issue = refusal(sources, tmp_path / "out", documents="blank_line", held_out_fraction=fraction)
+        named = (issue.setting, issue.kind, issue.other)
+        assert named == ("data.sources", "out_of_range", "data.build.held_out_fraction")
+    for fraction, sources in ((0.05, both), (0.0, alone)):
+        out = tmp_path / f"{fraction}"
+        made = make(sources, out, documents="blank_line", held_out_fraction=fraction)
+        assert made["train"]["sequences"]
 
 
 def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
@@ -186,15 +197,11 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
     two = make(source, tmp_path / "two", dedup="near", held_out_fraction=0.2, processes=2)
     assert two["hash"] == manifest["hash"]
     assert make(source, tmp_path / "none", dedup="none")["dropped"]["exact_duplicate"] == 0
-
-
-@pytest.mark.parametrize(("threshold", "dropped"), [(0.2, 1), (0.9, 0)])
-def test_near_dedup_goes_by_its_threshold(tmp_path: Path, threshold: float, dropped: int) -> None:
-    """Of 51 shingles 21 are shared."""
-    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]
-    source = write(tmp_path / "a.txt", [*prose(60), *half])
-    manifest = make(source, tmp_path / "out", dedup="near", near_threshold=threshold)
-    assert manifest["dropped"]["near_duplicate"] == dropped
+    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]  # of 51 shingles 21 are shared
+    source = write(tmp_path / "b.txt", [*prose(60), *half])
+    for threshold, dropped in ((0.2, 1), (0.9, 0)):
+        made = make(source, tmp_path / f"{threshold}", dedup="near", near_threshold=threshold)
+        assert made["dropped"]["near_duplicate"] == dropped
 
 
 @pytest.mark.parametrize("when", ["read", "train tokenizer", "tokenize"])
@@ -227,27 +234,6 @@ def test_filter_drops_by_tokens_per_character(tmp_path: Path) -> None:
     assert manifest["dropped"]["tokens_per_char"] == too_many
     assert 0 < too_many < len(docs)
     assert manifest["dropped"]["empty"] == 2
-
-
-def test_every_shard_is_on_the_disk_before_the_manifest_names_it(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No test can cut power, so the calls are looked at: of whole files only, the manifest's the last."""
-    synced: list[tuple[str, int]] = []
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        fsync(descriptor)
-        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
-        synced.append((name, os.fstat(descriptor).st_size))
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 10)  # several shards
-    manifest = make(source, tmp_path / "out")
-    files = [shard for name in ("train", "held_out") for shard in manifest[name]["shards"]]
-    assert len(files) > 2
-    assert {(shard["file"], shard["bytes"]) for shard in files} <= set(synced[:-1])
-    assert synced[-1][0].startswith(".manifest.json.")
 
 
 def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
@@ -333,19 +319,17 @@ def test_a_source_that_loses_much_is_refused(
     assert any(line.startswith("warning: 0.txt") for line in told) == (lost > 0.01 * len(letters))
 
 
-@pytest.mark.parametrize(("foreign", "refused"), [(0, False), (1, False), (6, True)])
-def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path, foreign: int, refused: bool) -> None:
+def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
     """Of a given tokenizer whose words are WORDS and a full stop."""
     path = bert_like(tmp_path / "t.json", SPECIALS)
     known = [" ".join(random.Random(i).choices(WORDS, k=20)) for i in range(100)]
-    source = write(tmp_path / "a.txt", [text + " foreign" * foreign for text in known])
-    if refused:
-        issue = refusal(source, tmp_path / "out", tokenizer=path)
-        assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
-        assert "data.tokenizer" in (issue.hint or "")
-    else:
-        (counted,) = make(source, tmp_path / "out", tokenizer=path)["sources"]
-        assert (counted["tokens"], counted["unknown_tokens"]) == (100 * (20 + foreign), 100 * foreign)
+    sources = {n: write(tmp_path / f"{n}.txt", [text + " foreign" * n for text in known]) for n in (0, 1, 6)}
+    for n in (0, 1):
+        (counted,) = make(sources[n], tmp_path / f"out{n}", tokenizer=path)["sources"]
+        assert (counted["tokens"], counted["unknown_tokens"]) == (100 * (20 + n), 100 * n)
+    issue = refusal(sources[6], tmp_path / "out", tokenizer=path)
+    assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
+    assert "data.tokenizer" in (issue.hint or "")
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -363,20 +347,6 @@ def test_letters_in_unknown_tokens_are_lost(tmp_path: Path, normalize: bool) -> 
     assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
 
 
-def test_sources_are_counted_apart_whatever_the_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = [prose(30, seed=i) + russian(i) for i in range(5)]
-    files = [write(tmp_path / f"{i}.txt", docs) for i, docs in enumerate(texts)]
-    expected = [sum(map(str.isalpha, "".join(docs))) for docs in texts]
-    for size, processes in ((1, 1), (7, 1), (31, 2), (1000, 1)):
-        monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", size)
-        out = tmp_path / f"{size}"
-        found = make(files, out, processes=processes, normalize=False)["sources"]
-        assert [counted["letters"] for counted in found] == expected
-        assert [counted["documents"] for counted in found] == [len(docs) for docs in texts]
-
-
 def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
     """Signs that the tokenizer drops or does not know are equal to it; case counts where it has both."""
     docs = [f"{text} {sign}{i}" for i, text in enumerate(prose(60)) for sign in "\u20ac\u00a3\u00a5"]
@@ -388,7 +358,7 @@ def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
     assert make(cased, tmp_path / "e", normalize=False)["dropped"]["exact_duplicate"] == 0
 
 
-def test_byte_level_bpe_keeps_every_text() -> None:
+def test_byte_level_bpe_keeps_every_text_and_no_vocabulary_is_larger_than_asked() -> None:
     docs = [*prose(100), *russian(100), "\u4e2d\u6587\u8a9e\U0001f600 a  b\t"]
     trained = tokenizer.train(docs, model="byte_bpe", vocab_size=400, with_normalizer=False)
     assert tokenizer.size(trained) == 400
@@ -396,9 +366,6 @@ def test_byte_level_bpe_keeps_every_text() -> None:
     only_bytes = tokenizer.train(docs, model="byte_bpe", vocab_size=263, with_normalizer=False)
     assert tokenizer.size(only_bytes) == MIN_BYTE_VOCAB_SIZE
     assert len(only_bytes.encode("\u4e2d", add_special_tokens=False).ids) == 3
-
-
-def test_a_vocabulary_is_never_larger_than_asked_or_than_the_text_gives() -> None:
     for asked, least, most in ((30_000, 50, 2000), (16, 10, 16)):
         trained = tokenizer.train(prose(60), model="wordpiece", vocab_size=asked, with_normalizer=True)
         assert least < tokenizer.size(trained) == trained.get_vocab_size() <= most
@@ -431,43 +398,33 @@ def test_given_tokenizer(tmp_path: Path) -> None:
 SPECIALS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "setting", "kind"),
-    [
-        ((SPECIALS[:-1],), {}, "data.tokenizer", "missing"),
-        ((SPECIALS, 500), {}, "model.vocab_size", "conflict"),
-        ((SPECIALS, 70_000), {}, "data.tokenizer", "out_of_range"),
-        ((), {"dedup": "near"}, "data.build.dedup", "needs_package"),
-        ((), {"held_out_fraction": 1e-6}, "data.sources", "out_of_range"),  # too little text
-    ],
-)
 def test_what_a_build_cannot_use_is_refused(
-    source: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    given: tuple[Any, ...],
-    options: dict[str, Any],
-    setting: str,
-    kind: str,
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`given`: the special tokens of a tokenizer, and how many others it has."""
     monkeypatch.setitem(sys.modules, "rensa", None)
-    tokenizer = bert_like(tmp_path / "t.json", *given) if given else None
-    issue = refusal(source, tmp_path / "no", tokenizer=tokenizer, **options)
-    assert (issue.setting, issue.kind) == (setting, kind)
+    few, many, most = (
+        bert_like(tmp_path / f"{i}.json", *given)
+        for i, given in enumerate([(SPECIALS[:-1],), (SPECIALS, 500), (SPECIALS, 70_000)])
+    )
+    for setting, kind, options in (
+        ("data.tokenizer", "missing", {"tokenizer": few}),
+        ("model.vocab_size", "conflict", {"tokenizer": many}),
+        ("data.tokenizer", "out_of_range", {"tokenizer": most}),
+        ("data.build.dedup", "needs_package", {"dedup": "near"}),
+        ("data.sources", "out_of_range", {"held_out_fraction": 1e-6}),  # too little text
+    ):
+        issue = refusal(source, tmp_path / "no", **options)
+        assert (issue.setting, issue.kind) == (setting, kind)
 
 
-def test_special_tokens_by_the_names_of_other_libraries() -> None:
-    """RoBERTa frames by <s> and </s>; where a tokenizer has both spellings, the role's own name counts."""
+def test_special_tokens_by_the_names_of_other_libraries_and_where_ordinary_ones_begin() -> None:
+    """RoBERTa frames by <s> and </s>; where a tokenizer has both spellings, the role's own name counts.
+    Ordinary tokens begin behind the special ones of the lower half; ModernBERT keeps most at the end."""
     roberta = {t: i for i, t in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>"])}
     found = tokenizer.special_ids(Tokenizer(models.WordPiece(roberta, unk_token="<unk>")), "it")
     assert found == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 5}
     ours = tokenizer.train(["a b"], model="wordpiece", vocab_size=40, with_normalizer=True)
     assert tokenizer.special_ids(ours, "it") == {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
-
-
-def test_ordinary_tokens_begin_behind_the_special_ones_of_the_lower_half() -> None:
-    """Which ModernBERT keeps at the end, but for two."""
     for specials, expected in (([0, 1, 2, 3, 4], 5), ([90, 91, 92, 0, 7], 8), ([95, 96, 97, 98, 99], 0)):
         names = dict(zip(specials, SPECIALS, strict=True))
         vocabulary = {names.get(i, f"w{i}"): i for i in range(100)}
@@ -552,7 +509,9 @@ def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
     assert refusal(str(folder), folder).kind == "exists"
 
 
-def test_damage_is_found(out: Path) -> None:
+def test_damage_is_found_and_what_does_not_fit(out: Path) -> None:
+    (issue,) = raised_issues(builder.ensure, config("", path=str(out), sources=None, sequence_length=32))
+    assert (issue.setting, issue.kind, issue.other) == ("data.sequence_length", "conflict", "data.path")
     file = out / "train-00000.bin"
     data = file.read_bytes()[:-2] + b"\xff\xff"
     file.write_bytes(data)
@@ -586,7 +545,7 @@ def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
     assert len(set(starts)) > 1
 
 
-def test_ensure_builds_once_and_follows_the_source(
+def test_ensure_builds_once_follows_the_source_and_keeps_out_others(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
@@ -603,6 +562,15 @@ def test_ensure_builds_once_and_follows_the_source(
         assert shards.verify(builder.ensure(config(source))) == []  # made again
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
+    (tmp_path / "cache").chmod(0o777)  # others may write to it
+    (issue,) = raised_issues(builder.ensure, config(source))
+    assert (issue.setting, issue.kind) == ("BERT_DP_CACHE", "unsupported")
+    assert input_issues(config(source)) == [issue]
+    (tmp_path / "cache").chmod(0o755)
+    assert record.cache_issues() == []
+    if os.getuid() == 0:  # only root can give a directory away
+        os.chown(tmp_path / "cache", 12_345, -1)
+        assert len(record.cache_issues()) == 1
 
 
 def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) -> None:
@@ -620,11 +588,6 @@ def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) 
     write(Path(given), ["another"])
     directories.add(builder.cache_dir(config(source, tokenizer=given)))
     assert len(directories) == len(changes) + 2
-
-
-def test_ensure_with_a_path_that_does_not_fit(out: Path) -> None:
-    (issue,) = raised_issues(builder.ensure, config("", path=str(out), sources=None, sequence_length=32))
-    assert (issue.setting, issue.kind, issue.other) == ("data.sequence_length", "conflict", "data.path")
 
 
 def test_two_processes_ensure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,30 +615,11 @@ def test_a_build_that_the_user_names_has_the_users_modes(tmp_path: Path) -> None
     assert {p.stat().st_mode & 0o777 for p in out.iterdir()} == {0o640}
 
 
-def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    settings = config(write(tmp_path / "a.txt", prose(100)))
-    builder.ensure(settings)
-    (tmp_path / "cache").chmod(0o777)
-    (issue,) = raised_issues(builder.ensure, settings)
-    assert (issue.setting, issue.kind) == ("BERT_DP_CACHE", "unsupported")
-    assert input_issues(settings) == [issue]
-    (tmp_path / "cache").chmod(0o755)
-    assert record.cache_issues() == []
-    if os.getuid() == 0:  # only root can give a directory away
-        os.chown(tmp_path / "cache", 12_345, -1)
-        assert len(record.cache_issues()) == 1
-
-
 def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     sizes = ["--sequence-length", str(LENGTH), "--vocab-size", str(VOCAB), "data.build.max_tokens_per_char=0"]
     return cli.start(
         "data", "build", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *sizes, *options
     )
-
-
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -689,7 +633,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
     assert process.stderr is not None
     while "tokenize" not in process.stderr.readline():
         assert process.poll() is None
-    workers = children(process.pid)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
@@ -710,7 +654,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert not list(tmp_path.glob(".out.*"))
 
 
-def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting(tmp_path: Path) -> None:
+def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting_and_limit(tmp_path: Path) -> None:
     directory = write_shards(tmp_path / "s", train=380, held_out=5, vocab_size=4096)
     with edited_manifest(directory) as edited:
         edited["dropped"] = {"empty": 4, "tokens_per_char": 5, "exact_duplicate": 6, "near_duplicate": 0}
@@ -719,9 +663,6 @@ def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting(tmp_path: P
     assert "0.335 or more" in few
     assert "data.build.max_tokens_per_char" in few
     assert "data.build.dedup" in many
-
-
-def test_the_limit_of_tokens_per_character_follows_from_the_vocabulary() -> None:
     sizes = (4096, 8192, 16384, 32768, 65535)
     limits = [tokenizer.max_tokens_per_char(BuildConfig(), size) for size in sizes]
     assert limits == pytest.approx([0.3352, 0.2992, 0.2708, 0.25, 0.2368], abs=1e-4)

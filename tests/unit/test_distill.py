@@ -1,7 +1,12 @@
-"""The teacher's logits, words that a language model draws, losses, embeddings; a student as a model."""
+"""Transfer sets, the teacher's logits, words that a language model draws, losses, embeddings, and the BiLSTM
+beside torch's own."""
 
 import dataclasses
+import math
+from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,21 +16,25 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 import bert_dp
-from bert_dp.config import Config, batch_layout, read_examples, resolve
-from bert_dp.config.manifest import ExamplesManifest, with_hash
+from bert_dp import cost
+from bert_dp.config import Config, FinetuneConfig, ModelConfig, batch_layout, read_examples, resolve
+from bert_dp.config.manifest import manifest_hash
+from bert_dp.data import tokenizer
 from bert_dp.evaluation import prediction, teacher
-from bert_dp.examples.augment import HOLE, HOLE_ID, MASK
+from bert_dp.examples import augment
+from bert_dp.examples.augment import HOLE, HOLE_ID, MASK, AugmentedData, LogitsData, copy_of
 from bert_dp.examples.prepare import ExampleEncoder
-from bert_dp.examples.table import LOGITS, Examples, read_logits
+from bert_dp.examples.table import LOGITS, Columns, CustomData, Examples, answers, read_logits
 from bert_dp.exporting import check, source
 from bert_dp.files import write_json
-from bert_dp.model.bilstm import BiLstm
+from bert_dp.model.bilstm import BiLstm, build_bilstm
 from bert_dp.model.classifier import pair_types
 from bert_dp.tasks.distill import Distillation, load_embeddings
 from tests.example_files import write_examples
-from tests.helpers import raised_issues, read_json
+from tests.helpers import raised_issues, read_json, write_lines
 from tests.runs_to_export import VOCABULARY, WORDS, config_of, finetuned, write_run
 from tests.tensors import CPU
 
@@ -34,9 +43,9 @@ SAVED = "checkpoints/step-00000003"
 
 
 def student_config(**sections: Any) -> Config:
-    config = finetuned(config_of("crammed-bert"), "recipe", head_size=12)
-    levels = [config.model_dump(mode="json"), {"objective": {"name": "distill"}, "model": LSTM}]
-    return resolve([*levels, {"data": {"sequence_length": 32}}, sections])
+    config = finetuned(config_of("crammed-bert"), "recipe", head_size=12).model_dump(mode="json")
+    student = {"objective": {"name": "distill"}, "model": LSTM, "data": {"sequence_length": 32}}
+    return resolve([config, student, sections])
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +64,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def edit(examples: Path, part: str, **changes: Any) -> None:
     """Change a part of the manifest of examples."""
     content = read_json(examples / "examples.json")
-    content = {name: value for name, value in content.items() if name not in ("format", "version", "hash")}
-    entry = content["splits"]["train"] if part == "train" else content[part]
-    entry |= changes
-    write_json(examples / "examples.json", with_hash(ExamplesManifest, content))
+    (content["splits"]["train"] if part == "train" else content[part]).update(changes)
+    write_json(examples / "examples.json", {**content, "hash": manifest_hash(content)})
 
 
 def rows_of(examples: Path) -> list[list[int]]:
@@ -94,22 +101,18 @@ def test_a_teacher_with_token_types_reads_pairs_as_pairs(tmp_path: Path) -> None
     middle = rows_of(examples)[0][1]
     edit(examples, "special_tokens", sep=middle)
     teacher.compute_share(run / SAVED, examples, tmp_path / "logits", 0, 1, CPU)
-    ids_BS = torch.tensor([rows_of(examples)[0]])
-    found = read_logits(tmp_path / "logits", 9, 3)[:1]
-    with torch.no_grad():
-        plain, typed = (
-            bert_dp.load(run)[0](ids_BS, types_BS=types) for types in (None, pair_types(ids_BS, middle))
-        )
-    np.testing.assert_allclose(found, typed, atol=1e-5)
-    assert not np.allclose(found, plain, atol=1e-2)
+    ids_BS, (model, _) = torch.tensor([rows_of(examples)[0]]), bert_dp.load(run)
+    found = torch.from_numpy(read_logits(tmp_path / "logits", 9, 3)[:1])
+    torch.testing.assert_close(found, model(ids_BS, types_BS=pair_types(ids_BS, middle)), atol=1e-5, rtol=0)
+    assert not torch.allclose(found, model(ids_BS), atol=1e-2)
 
 
-@pytest.mark.parametrize("values", [[[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2, None])
-def test_logits_that_are_missing_or_not_finite_are_refused(values: Any, tmp_path: Path) -> None:
-    if values is not None:
-        save_file({"logits": np.array(values, np.float32)}, tmp_path / LOGITS.format(0))
-    (issue,) = raised_issues(read_logits, tmp_path, 2, 3)
-    assert (issue.setting, issue.kind) == ("distill.logits", "damaged")
+def test_logits_that_are_missing_or_not_finite_are_refused(tmp_path: Path) -> None:
+    for values in (None, [[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2):
+        if values is not None:
+            save_file({"logits": np.array(values, np.float32)}, tmp_path / LOGITS.format(0))
+        (issue,) = raised_issues(read_logits, tmp_path, 2, 3)
+        assert (issue.setting, issue.kind) == ("distill.logits", "damaged")
 
 
 def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,11 +165,10 @@ def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
     task = Distillation(student_config(**own, distill={"logits": str(examples)}), CPU)
     task.open_data()
     labels = [int(row[1]) % 3 for row in rows_of(examples)]
-    assert task._train.labels is not None
-    assert task._train.labels.tolist() == [*labels[:4], 1, 0]
-    batch = task._batch(task._train, np.array([4, 0, 5]), np.arange(3), torch.zeros(3, dtype=torch.int32))
-    assert batch.logits_BL is not None
-    assert batch.logits_BL.tolist() == logits[[4, 0, 5]].tolist()
+    chosen = np.array([4, 0, 5])
+    batch = task._batch(task._train, chosen, chosen, torch.zeros(3, dtype=torch.int32))
+    assert np.array(task._train.labels).tolist() == [*labels[:4], 1, 0]
+    assert torch.equal(batch.logits_BL, torch.from_numpy(logits[chosen]))  # type: ignore[arg-type]
 
 
 def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -187,18 +189,16 @@ def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: P
         assert issue.setting == "distill.embeddings"
 
 
-@pytest.mark.parametrize(
-    ("sections", "ranks", "setting"),
-    [
-        ({"parallel": {"tensor": 2}}, 2, "parallel.tensor"),
-        ({"optim": {"name": "muon"}}, 1, "optim.name"),
-        ({"parallel": {"engine": "deepspeed", "zero_stage": 3}}, 1, "parallel.zero_stage"),
-        ({"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}, 1, "distill.loss"),
-    ],
-)
-def test_what_a_student_cannot_do_is_refused(sections: dict[str, Any], ranks: int, setting: str) -> None:
-    issues = raised_issues(lambda: batch_layout(student_config(**sections), ranks))
-    assert setting in [issue.setting for issue in issues]
+def test_what_a_student_cannot_do_is_refused() -> None:
+    scores = {"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}
+    for setting, ranks, sections in (
+        ("parallel.tensor", 2, {"parallel": {"tensor": 2}}),
+        ("optim.name", 1, {"optim": {"name": "muon"}}),
+        ("parallel.zero_stage", 1, {"parallel": {"engine": "deepspeed", "zero_stage": 3}}),
+        ("distill.loss", 1, scores),
+    ):
+        issues = raised_issues(lambda given, n: batch_layout(student_config(**given), n), sections, ranks)
+        assert setting in [issue.setting for issue in issues]
 
 
 @pytest.mark.parametrize("name", ["student", "of pairs"])
@@ -224,3 +224,198 @@ def test_a_student_loads_predicts_and_exports_to_onnx(
         assert issue.setting == "model.lstm_size"
         assert not (tmp_path / form).exists()
     assert raised_issues(source.open_run, runs[name], encoder=True)[0].setting == "--encoder"
+
+
+# --- the BiLSTM
+
+
+CLS, SEP, PAD = 4, 5, 0
+CONFIG = ModelConfig(vocab_size=64, hidden_size=12, num_layers=1, num_heads=1, lstm_size=7, dropout=0.3)
+
+
+def model_of(pair: bool = False) -> BiLstm:
+    finetune = FinetuneConfig(labels=("a", "b", "c"), head_size=10, pair=pair)
+    return build_bilstm(CONFIG, finetune, seed=3)
+
+
+def padded(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
+    ids = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
+    return ids, torch.arange(length) < torch.tensor([[len(row)] for row in rows])
+
+
+def random_rows(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(7, 64, (n,), generator=generator).tolist() for n in lengths]
+
+
+def states_by_torch(model: BiLstm, row: list[int]) -> Tensor:
+    """The last states of torch's bidirectional LSTM with the same weights on one unpadded sentence."""
+    own = nn.LSTM(12, 7, bidirectional=True, batch_first=True)
+    reverse = {f"{name}_reverse": value for name, value in model.right_to_left.state_dict().items()}
+    own.load_state_dict(model.left_to_right.state_dict() | reverse)
+    _, (last_21H, _) = own(model.embedding(torch.tensor([row])))
+    return last_21H.transpose(0, 1).flatten(1)
+
+
+def test_it_equals_torchs_lstm_on_unpadded_sentences() -> None:
+    model, rows = model_of().eval(), random_rows(9, 1, 4, 12)
+    states = torch.cat([states_by_torch(model, row) for row in rows])
+    expected = model.classifier(model.dense(states).relu())
+    torch.testing.assert_close(model(*padded(rows, 16)), expected, rtol=0, atol=1e-6)
+
+
+def test_each_text_of_a_pair_is_read_apart() -> None:
+    model = model_of(pair=True).eval()
+    one, two = random_rows(3, 5)
+    texts = [[CLS, *one, SEP], [*two, SEP]]
+    logits = model(*padded([texts[0] + texts[1], texts[0] + texts[1][2:]], 16))[:1]
+    a, b = (states_by_torch(model, text) for text in texts)
+    features = torch.cat([a, b, a * b, (a - b).abs()], dim=-1)
+    expected = model.classifier(model.dense(features).relu())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_padding_changes_neither_the_loss_nor_dropout_nor_gradients(pair: bool) -> None:
+    model = model_of(pair).train()
+    rows = [[CLS, *row, SEP, *row[:2], SEP] for row in random_rows(9, 1, 4, 12)]
+    seed_B = torch.arange(4, dtype=torch.int32)
+    losses = [model(*padded(rows, length), seed_B).square().sum() for length in (18, 32)]
+    short, long = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
+    for gradient, other in zip(short, long, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
+    assert not short[0][PAD].any(), "the embedding's"
+
+
+def test_the_formula_counts_its_parameters_which_follow_from_the_seed() -> None:
+    model, again = model_of(), model_of().state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    assert again["embedding.weight"].std() == pytest.approx(0.25 / 3**0.5, rel=0.05)
+    counted = [p.numel() for name, p in model.named_parameters() if not name.startswith(("dense", "class"))]
+    assert cost.num_parameters(CONFIG, 128) == sum(counted)
+    weights = sum(p.numel() for name, p in model.named_parameters() if "weight_" in name)
+    assert cost.linear_parameters(CONFIG) == weights
+    assert cost.flops_per_token(CONFIG, 128, 0.0) == 6 * weights
+
+
+# --- the transfer set
+
+
+TEXT = "a fine film with no plot"
+
+
+def upper(text: str, index: int, draw: Random) -> str:
+    return text.split()[index].upper()
+
+
+KEEP, WHOLE = 0.2, 0.25  # the least by which a word stays, and a text is not cut
+
+
+def test_golden_copies() -> None:
+    """By the numbers that are drawn."""
+    for expected, numbers in (
+        (f"a {MASK} film with no plot", [KEEP, 0.0999, *[KEEP] * 4, WHOLE]),
+        ("A fine film with no PLOT", [0.1, *[KEEP] * 4, 0.1999, WHOLE]),
+        ("a", [*[KEEP] * 6, 0.2499, 0.0, 0.0]),
+        ("fine film with no plot", [*[KEEP] * 6, 0.0, 0.99, 0.99]),
+        (f"{MASK} FINE film", [0.0, 0.15, *[KEEP] * 4, 0.1, 0.5, 0.0]),
+        ("one two", [KEEP, KEEP, 0.0, 0.99, 0.99]),
+    ):
+        draw = Random()
+        draw.random = iter(numbers).__next__  # type: ignore[method-assign]
+        text = TEXT if len(numbers) > 5 else "one two"
+        assert augment.changed(text, upper, draw) == expected
+
+
+def test_a_word_is_replaced_by_those_of_its_tag_by_their_frequency() -> None:
+    texts = ["dog dog cat Run", "dog Run Walk"]
+    replace = augment.SameTagWords(texts, lambda words: [str(word[0].isupper()) for word in words])
+    draw = Random(0)
+    nouns, verbs = (Counter(replace(text, 2, draw) for _ in range(10_000)) for text in texts)
+    assert (nouns.keys(), verbs.keys()) == ({"dog", "cat"}, {"Run", "Walk"})
+    assert [nouns["dog"], verbs["Run"]] == pytest.approx([7500, 6667], abs=130)  # 3 standard deviations
+
+
+def test_a_copy_follows_from_its_numbers_and_changes_one_text_of_a_pair_or_both() -> None:
+    pair = (TEXT, "it was all over by then")
+    for copy, changing in enumerate([{0}, {1}, {0, 1}] * 2):
+        copies, again, other = (
+            [copy_of(pair, upper, seed=seed, example=e, copy=copy) for e in range(30)] for seed in (1, 1, 2)
+        )
+        assert copies == again != other
+        for side in (0, 1):
+            texts = {each[side] for each in copies}
+            assert len(texts) > 5 if side in changing else texts == {pair[side]}
+
+
+def custom(folder: Path, *rows: str, header: str = "text,label") -> CustomData:
+    (folder / "all.csv").write_text("\n".join([header, *rows]) + "\n")
+    names = dict.fromkeys(("train", "dev"), str(folder / "all.csv"))
+    return CustomData(names, Columns(("text",), "label"), None, finds_pair=True)
+
+
+def test_copies_stand_behind_the_examples_without_duplicates(tmp_path: Path) -> None:
+    data = custom(tmp_path, f"{TEXT},good", "bad,bad", "so bad,bad")
+    fewer, more = (AugmentedData(data, 3, copies, "none") for copies in (20, 21))
+    table = fewer.read(train_only=False).tables["train"]
+    texts = [row.texts for row in table.rows]
+    assert texts[:3] == [(TEXT,), ("bad",), ("so bad",)]
+    assert len(set(texts)) == len(texts) == 3 + table.copies
+    assert table.copies > 10
+    assert {row.texts for row in more.read(train_only=False).tables["train"].rows} >= set(texts)
+    assert more.identity() != fewer.identity()
+
+
+def test_a_mask_in_a_text_becomes_the_token(tmp_path: Path) -> None:
+    for model, kept in (("wordpiece", True), ("byte_bpe", False)):
+        words = tokenizer.train([TEXT] * 9, model=model, vocab_size=300, with_normalizer=kept)  # type: ignore[arg-type]
+        words.save(str(tmp_path / "tokenizer.json"))
+        plain = ExampleEncoder.load(tmp_path / "tokenizer.json", 32)
+        masks = dataclasses.replace(plain, marks={MASK: plain.special["mask"], HOLE: HOLE_ID})
+        (cls, *first, sep), second = (plain.encode([(part,)]).ids for part in ("a", " film with"))
+        mask = plain.special["mask"]
+        expected = [cls, *first, mask, *second[1:-1], HOLE_ID, sep]
+        assert masks.encode([(f"a {MASK} film with {HOLE}",)]).ids.tolist() == expected
+        assert mask not in plain.encode([(f"a {MASK}",)]).ids
+
+
+def test_a_file_of_logits_takes_the_place_of_train(tmp_path: Path) -> None:
+    file = tmp_path / "l.jsonl"
+    write_lines(file, [{"text": "x y", "logits": [1, -2.5]}, {"text": "z", "logits": [0, 1]}])
+    labelled = LogitsData(custom(tmp_path, "one,good", "two,bad"), str(file)).read(train_only=False)
+    assert [row.texts for row in labelled.tables["train"].rows] == [("x y",), ("z",)]
+    assert labelled.logits is not None
+    assert labelled.logits.tolist() == [[1, -2.5], [0, 1]]
+    assert answers(labelled.logits, "single_label").tolist() == [0, 1]
+    assert answers(labelled.logits, "multi_label").tolist() == [[1, 0], [0, 1]]
+    assert answers(labelled.logits[:, :1], "regression").tolist() == [1, 0]
+
+
+def test_bad_logits_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "l.jsonl"
+    single = custom(tmp_path, "one,good", "two,bad")
+    (tmp_path / "pairs").mkdir()
+    pairs = custom(tmp_path / "pairs", "one,two,good", "three,four,bad", header="text,text_pair,label")
+    for data, kind, record in (
+        (single, "damaged", {"text": "x"}),
+        (single, "damaged", {"text": "x", "logits": 3}),
+        (single, "damaged", {"text": "x", "logits": [math.nan, 1]}),
+        (single, "conflict", {"text": "x", "logits": [1, 2, 3]}),
+        (single, "missing", {"logits": [1, 2]}),
+        (single, "conflict", {"text": "x", "text_pair": "y", "logits": [1, 2]}),
+        (pairs, "missing", {"text": "x", "logits": [1, 2]}),
+    ):
+        write_lines(file, [record])
+        (issue,) = raised_issues(LogitsData(data, str(file)).read, train_only=False)
+        assert (issue.setting, issue.kind) == (str(file), kind)
+
+
+def test_the_tagger_is_that_of_the_extra_or_is_named() -> None:
+    if find_spec("HanTa") is None:
+        (issue,) = raised_issues(augment.load_tagger)
+        assert (issue.setting, issue.kind, issue.value) == ("--replace", "needs_package", "HanTa")
+    else:
+        tags = augment.load_tagger()("a dog and the cat ran".split())
+        assert len(tags) == 6
+        assert tags[1] == tags[4]
+        assert len(set(tags)) > 2

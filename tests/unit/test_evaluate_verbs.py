@@ -23,7 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
 
 
-def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
+def test_the_recipe_is_that_of_the_crammed_paper_with_the_tokenizer_of_the_checkpoint(run: Path) -> None:
     """GLUE_sane of the cramming code; five seeds are `eval glue`'s."""
     start = finetune.find_pretrained(run)
     recipe = finetune.configuration(start, [], None, recipe=glue.RECIPE)
@@ -38,6 +38,9 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
     head = own.finetune.model_copy(update={"head": "recipe"})
     assert own.finetune.head == "auto", "of `finetune`, which differs in nothing else"
     assert own.model_copy(update={"finetune": head}) == recipe
+    assert start.tokenizer == run / "checkpoints/step-00000003/tokenizer.json", "of a checkpoint first"
+    start.tokenizer.unlink()
+    assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
 
 
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:
@@ -63,30 +66,18 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.csv", "c.txt", "t.json"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks", "given", "on_gpu", "on_cpu"),
-    [
-        ((), 1, (), 16, 8),
-        ((), 2, (), 8, 8),
-        (("parallel.tensor=2",), 4, (), 8, 8),
-        ((), 3, (), 8, 8),  # does not divide: as it was
-        ((), 1, ("batch.micro_size=4",), 4, 4),
-        (("batch.global_size=20",), 1, (), 20, 20),
-    ],
-)
-def test_finetuning_takes_whole_batches_on_a_gpu_and_parts_on_a_cpu(
-    settings: tuple[str, ...], ranks: int, given: tuple[str, ...], on_gpu: int, on_cpu: int
-) -> None:
-    config = make_config("batch.global_size=16", "batch.micro_size=8", *settings, *given)
-    sized = [finetune.sized_micro_batches(config, ranks, given, on_gpu=gpu) for gpu in (True, False)]
-    assert [each.batch.micro_size for each in sized] == [on_gpu, on_cpu]
-
-
-def test_the_tokenizer_of_a_checkpoint_stands_before_that_of_its_run(run: Path) -> None:
-    own = run / "checkpoints/step-00000003/tokenizer.json"
-    assert finetune.find_pretrained(run).tokenizer == own
-    own.unlink()
-    assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
+def test_finetuning_takes_whole_batches_on_a_gpu_and_parts_on_a_cpu() -> None:
+    for on_gpu, on_cpu, ranks, settings, given in (
+        (16, 8, 1, (), ()),
+        (8, 8, 2, (), ()),
+        (8, 8, 4, ("parallel.tensor=2",), ()),
+        (8, 8, 3, (), ()),  # does not divide: as it was
+        (4, 4, 1, (), ("batch.micro_size=4",)),
+        (20, 20, 1, (), ("batch.global_size=20",)),
+    ):
+        config = make_config("batch.global_size=16", "batch.micro_size=8", *settings, *given)
+        sized = [finetune.sized_micro_batches(config, ranks, given, on_gpu=gpu) for gpu in (True, False)]
+        assert [each.batch.micro_size for each in sized] == [on_gpu, on_cpu]
 
 
 @pytest.mark.parametrize("random", [False, True])

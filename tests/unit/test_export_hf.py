@@ -152,28 +152,22 @@ def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> 
             foreign.open_directory(out, "hf", "encoder")
 
 
-@pytest.mark.parametrize(
-    ("config", "kind", "named"),
-    [
+def test_what_no_class_holds_is_refused_by_its_settings() -> None:
+    simple = finetuned(config_of("bert-simple"), "native", pooling="mean")
+    recipe = finetuned(config_of("crammed-rope"), "recipe")
+    gelu = config_of("crammed-rope", model={"mlp": "gelu", "first_attention_norm": True, "head": "none"})
+    dense = config_of("small-text", model={"head": "dense"})
+    cases: tuple[tuple[Config, Kind, list[str]], ...] = (
         (config_of("crammed-bert"), "mlm", ["model.position: scaled_sinusoidal"]),
         (config_of("crammed-bert"), "encoder", ["model.position: scaled_sinusoidal"]),
-        (finetuned(config_of("crammed-rope"), "recipe"), "classifier", ["finetune.head: recipe"]),
-        (
-            finetuned(config_of("bert-simple"), "native", pooling="mean"),
-            "classifier",
-            ["finetune.pooling: mean"],
-        ),
-        (config_of("small-text", model={"head": "dense"}), "mlm", ["model.head: dense"]),
-        (
-            config_of("crammed-rope", model={"mlp": "gelu", "first_attention_norm": True, "head": "none"}),
-            "mlm",
-            ["model.mlp: gelu", "model.first_attention_norm: true", "model.head: none"],
-        ),
-    ],
-)
-def test_what_no_class_holds_is_refused_by_its_settings(config: Config, kind: Kind, named: list[str]) -> None:
-    issues = issues_of(peer_of, perturbed(config), config, kind)
-    assert [issue.partition(",")[0].partition(" with")[0] for issue in issues] == named
+        (recipe, "classifier", ["finetune.head: recipe"]),
+        (simple, "classifier", ["finetune.pooling: mean"]),
+        (dense, "mlm", ["model.head: dense"]),
+        (gelu, "mlm", ["model.mlp: gelu", "model.first_attention_norm: true", "model.head: none"]),
+    )
+    for config, kind, named in cases:
+        issues = issues_of(peer_of, perturbed(config), config, kind)
+        assert [issue.partition(",")[0].partition(" with")[0] for issue in issues] == named
 
 
 def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
@@ -188,32 +182,23 @@ def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
     assert len({int(n) for _, mask in batches for n in mask.sum(1)}) > 10
 
 
-@pytest.mark.parametrize(
-    ("name", "model", "head", "formats"),
-    [
-        ("crammed-bert", {}, "recipe", "ONNX, AOTInductor; transformers has no class for model.position"),
-        ("crammed-rope", {}, "ModernBERT", "transformers ModernBERT, ONNX, AOTInductor"),
-        ("quickstart", {}, "ModernBERT", "transformers ModernBERT, ONNX, AOTInductor"),
-        ("bert-simple", {"norm_position": "post"}, "BERT", "transformers BERT, ONNX, AOTInductor"),
-        (
-            "small-text",
-            {"head": "dense"},
-            "EuroBERT",
-            "ONNX, AOTInductor, transformers EuroBERT without the head; transformers has no class for "
-            "model.head",
-        ),
-        ("crammed-bert", {"lstm_size": 8}, "recipe", "ONNX"),
-    ],
-)
-def test_a_run_says_what_it_can_be_exported_to(
-    name: str, model: dict[str, Any], head: str, formats: str
-) -> None:
+def test_a_run_says_what_it_can_be_exported_to() -> None:
     """A classifier with the head of `auto` to the same, where there is a class."""
-    config = config_of(name, model=model)
-    assert export_formats(config) == formats
-    classifier = finetuned(config, "auto")
-    assert finetuned_head(classifier.model, classifier.finetune) == head
-    assert export_formats(classifier).startswith(f"transformers {head}" if head != "recipe" else "ONNX")
+    graphs, headless = "ONNX, AOTInductor", "transformers EuroBERT without the head"
+    none = "transformers has no class for"
+    for name, model, head, formats in (
+        ("crammed-bert", {}, "recipe", f"{graphs}; {none} model.position"),
+        ("crammed-rope", {}, "ModernBERT", f"transformers ModernBERT, {graphs}"),
+        ("quickstart", {}, "ModernBERT", f"transformers ModernBERT, {graphs}"),
+        ("bert-simple", {"norm_position": "post"}, "BERT", f"transformers BERT, {graphs}"),
+        ("small-text", {"head": "dense"}, "EuroBERT", f"{graphs}, {headless}; {none} model.head"),
+        ("crammed-bert", {"lstm_size": 8}, "recipe", "ONNX"),
+    ):
+        config = config_of(name, model=model)
+        assert export_formats(config) == formats
+        classifier = finetuned(config, "auto")
+        assert finetuned_head(classifier.model, classifier.finetune) == head
+        assert export_formats(classifier).startswith(f"transformers {head}" if head != "recipe" else "ONNX")
 
 
 def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
@@ -272,20 +257,18 @@ PROVEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "ok"),
-    [
-        ({}, True),
-        ({"again": 1e-3}, False),
-        ({"rows": [NEAR, {**NEAR, "difference": 1e-3}]}, False),
-        ({"rows": [{**NEAR, "top1": 0.99}, NEAR]}, False),
-        ({"not_loaded": ["a.weight"]}, False),
-        ({"tolerance": None, "rows": [{**NEAR, "difference": 0.1, "top1": 0.5}], "again": 1e-3}, True),
-        ({"tolerance": None, "parameters": 10}, False),
-    ],
-)
-def test_one_difference_anywhere_fails_the_check(change: dict[str, Any], ok: bool) -> None:
-    assert check.ExportCheck.model_validate({**PROVEN, **change}).ok == ok
+def test_one_difference_anywhere_fails_the_check() -> None:
+    changes: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (True, {}),
+        (False, {"again": 1e-3}),
+        (False, {"rows": [NEAR, {**NEAR, "difference": 1e-3}]}),
+        (False, {"rows": [{**NEAR, "top1": 0.99}, NEAR]}),
+        (False, {"not_loaded": ["a.weight"]}),
+        (True, {"tolerance": None, "rows": [{**NEAR, "difference": 0.1, "top1": 0.5}], "again": 1e-3}),
+        (False, {"tolerance": None, "parameters": 10}),
+    )
+    for ok, change in changes:
+        assert check.ExportCheck.model_validate({**PROVEN, **change}).ok == ok
 
 
 def test_a_bias_of_the_keys_is_refused() -> None:

@@ -20,12 +20,8 @@ from tests.runs_to_export import LABELS, padded_batch
 transformers = pytest.importorskip("transformers")
 
 LENGTH = 24
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 2, "intermediate_size": 48}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("Bert", {"vocab_size": 60, "max_position_embeddings": 40, "layer_norm_eps": 1e-3}),
     "RoBERTa": (
@@ -132,9 +128,8 @@ def test_states_logits_and_gradients_are_those_of_transformers(
     model(ids_BS, positions_P, labels_P, real_BS).backward()
     theirs = {name: parameter.grad for name, parameter in peer.named_parameters()}
     theirs = {name: torch.zeros(()) if grad is None else grad for name, grad in theirs.items()}
-    renamed = (
-        dict(from_modernbert(theirs)) if family == "ModernBERT" else from_bert(theirs, config, family)[0]
-    )
+    modern = family == "ModernBERT"
+    renamed = dict(from_modernbert(theirs)) if modern else from_bert(theirs, config, family)[0]
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, renamed[name], rtol=1e-9, atol=1e-10, msg=name)
@@ -150,12 +145,8 @@ def test_what_is_exported_is_what_a_run_began_with_but_for_biases_of_the_keys(
     special = dict.fromkeys(ROLES, PEERS[family][1].get("pad_token_id", 0))
     settings = settings_of(config, special, "mlm")
     before = json.loads((tmp_path / "config.json").read_text())
-    own = {
-        "dtype",
-        "bos_token_id",
-        "eos_token_id",
-        "max_position_embeddings" if family == "ModernBERT" else "",
-    }
+    own = {"dtype", "bos_token_id", "eos_token_id"}
+    own |= {"max_position_embeddings"} if family == "ModernBERT" else set()
     for name in before.keys() & settings.keys() - own:
         assert settings[name] == before[name], name
     tensors = tensors_of(model, config, special, "mlm")
@@ -234,17 +225,15 @@ def test_a_setting_that_contradicts_config_json_is_refused_by_name(family: str, 
         "local_attention": 8,
         "token_types": 3,
     }
-    others |= (
-        {"rope_theta": 7.0, "local_rope_theta": 7.0} if family == "ModernBERT" else {"max_positions": 44}
-    )
+    rope = {"rope_theta": 7.0, "local_rope_theta": 7.0}
+    others |= rope if family == "ModernBERT" else {"max_positions": 44}
     for name, value in others.items():
         (issue,) = hf_issues(folder, config_for(folder, model={name: value}))
         assert (issue.setting, issue.kind, issue.value) == (f"model.{name}", "conflict", value)
     finetuning = config_for(folder, **classifying(), model={"head": "none", "decoder_bias": False})
     assert hf_issues(folder, finetuning) == [], "finetuning has a head of its own"
-    (issue,) = hf_issues(
-        folder, config_for(folder, run={"init_from": f"hf:{folder}", "init_keeps": "moments"})
-    )
+    moments = {"init_from": f"hf:{folder}", "init_keeps": "moments"}
+    (issue,) = hf_issues(folder, config_for(folder, run=moments))
     assert (issue.setting, issue.kind) == ("run.init_keeps", "conflict")
 
 

@@ -43,29 +43,28 @@ def refuse(arguments: tuple[str, ...], *parts: str) -> None:
     assert all(part in said for part in parts), said
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ("schedule.tokens=1e30", "schedule.tokens"),
-        ("schedule.steps=" + "9" * 5000, "schedule.steps"),
-        (f"optim.lr={LONG}", "optim.lr"),
-        (".".join("a" * 3000) + "=1", "3000 parts"),
-        ("a=" + "[" * 3000, "not valid YAML"),
-        ("data.sources=" + "[" * 100 + "]" * 100, "data.sources"),
-        ('data.path="a\\0b"', "data.path"),
-        ('run.init_from="\\ud800"', "Invalid JSON"),
-        (f"run.init_from={'a/' * 4000}", "run.init_from"),
-        ("run.init_from=\udcff", "not UTF-8"),
-        ("no.such." + "x" * 5000 + "=1", "unknown setting"),
-    ],
-    ids=lambda text: text[:40].encode("ascii", "replace").decode(),
-)
-def test_a_hostile_setting(setting: str, named: str) -> None:
-    refuse((*BASE, "--set", setting), named)
-
-
-def test_a_hostile_configuration(tmp_path: Path) -> None:
-    """Of many others see test_config."""
+def test_hostile_settings_and_options(tmp_path: Path) -> None:
+    """Of many other configurations see test_config."""
+    for named, setting in (
+        ("schedule.tokens", "schedule.tokens=1e30"),
+        ("schedule.steps", "schedule.steps=" + "9" * 5000),
+        ("optim.lr", f"optim.lr={LONG}"),
+        ("3000 parts", ".".join("a" * 3000) + "=1"),
+        ("not valid YAML", "a=" + "[" * 3000),
+        ("data.sources", "data.sources=" + "[" * 100 + "]" * 100),
+        ("data.path", 'data.path="a\\0b"'),
+        ("Invalid JSON", 'run.init_from="\\ud800"'),
+        ("run.init_from", f"run.init_from={'a/' * 4000}"),
+        ("not UTF-8", "run.init_from=\udcff"),
+        ("unknown setting", "no.such." + "x" * 5000 + "=1"),
+    ):
+        refuse((*BASE, "--set", setting), named)
+    name = "a" * 256
+    for option in (("--nproc", LONG), ("--run-dir", name), ("--run-dir", "\udcff"), ("--resume", name)):
+        refuse((*BASE, *option))
+    for count in ("0", LONG):
+        refuse(("data", "build", "builtin", "--out", "x", "--processes", count))
+    refuse(("train", name, *BASE[2:]))
     path = tmp_path / "config.yaml"
     path.write_text("a: &a [x]\nb: [*a, *a]\n")
     refuse(("train", str(path), *BASE[2:]), "aliases")
@@ -86,22 +85,6 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "state" / "state.json")
     refuse((*BASE, "--resume", str(tmp_path / "state")), "--resume", "contains no checkpoint")
     refuse((*BASE, "--set", f"data.path={tmp_path / 'state'}"), "data.path")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "a" * 256, *BASE[2:]),
-        (*BASE, "--nproc", LONG),
-        (*BASE, "--run-dir", "a" * 256),
-        (*BASE, "--run-dir", "\udcff"),
-        (*BASE, "--resume", "a" * 256),
-        ("data", "build", "builtin", "--out", "x", "--processes", "0"),
-        ("data", "build", "builtin", "--out", "x", "--processes", LONG),
-    ],
-)
-def test_a_hostile_option(arguments: tuple[str, ...]) -> None:
-    refuse(arguments)
 
 
 def test_a_very_long_schedule_is_counted_at_once() -> None:

@@ -21,7 +21,7 @@ from bert_dp.cost import flops_per_token
 from bert_dp.data.stream import MlmBatch, Shards, held_out_batches
 from bert_dp.measure.profile_step import lone_trainer
 from bert_dp.training.loop import evaluate
-from tests.helpers import issues_of, make_config, tiny_run, write_lines
+from tests.helpers import issues_of, tiny_run, write_lines
 from tests.shards import SPECIAL, edited_manifest, write_shards
 from tests.states import FACTS
 from tests.tensors import CPU
@@ -138,10 +138,8 @@ def tokens(shards: Path, split: str) -> list[list[int]]:
 
 
 def config_of(shards: Path, **sections: Any) -> Config:
-    data = {"path": str(shards), "sequence_length": LENGTH, **sections.pop("data", {})}
     given = {"batch": {"global_size": 12, "micro_size": 4}, "objective": {"mask_rate": 0.5}, **sections}
-    model = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
-    return make_config(data=data, model=model, run={"seed": 5}, **given)
+    return tiny_run(shards, run={"seed": 5}, **given)
 
 
 def samples_of(given: Any, step: int) -> list[int]:

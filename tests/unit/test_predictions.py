@@ -1,28 +1,32 @@
-"""`predict`: what is read of a file, and that an example's answer does not depend on its neighbours."""
+"""`predict`: what is read of a file, and what is said of each example; `bert_dp.load`."""
 
 import contextlib
 import gzip
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import bert_dp
 from bert_dp.config import FinetuneConfig, ModelConfig
+from bert_dp.data import tokenizer
 from bert_dp.evaluation import prediction
 from bert_dp.exporting import load_exported
 from bert_dp.exporting.source import open_run, write_about
 from bert_dp.files.run_facts import MODEL_FILES
-from bert_dp.model.bert import build_model, initialize
-from bert_dp.model.classifier import Classifier
+from bert_dp.model.bert import build_model
 from bert_dp.training.process import RunFailed
 from tests.helpers import TINY_MODEL, issues_of, raised_issues, read_json, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
+from tests.tensors import CPU
 
-CPU = torch.device("cpu")
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 LENGTH, PAD, CLS, MOST = 32, 0, 4, 10_000
 SMALL = {"hidden_size": 16, "num_heads": 2}
 ROWS = [
@@ -37,19 +41,6 @@ def test_an_encoding_is_the_mean() -> None:
         with torch.no_grad():
             expected = model.model(torch.from_numpy(row.astype(np.int64))[None])[0].mean(0)
         assert encoding == pytest.approx(expected.numpy(), abs=1e-5)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
-    finetune = FinetuneConfig(labels=("a", "b", "c"), pooling=pooling, head_size=16)  # type: ignore[arg-type]
-    model = initialize(Classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune), 0).eval()
-    for weight in model.parameters():
-        weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
-    compute = prediction.on_device(model, CPU)
-    together = prediction.outputs_of(compute, ROWS, PAD, MOST)
-    assert together.std(0).min() > 1e-3
-    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD, MOST) for row in ROWS])
-    assert together == pytest.approx(alone, abs=1e-5)
 
 
 def answers(run: Path, texts: Any, precision: str = "auto") -> tuple[list[Any], list[Any]]:
@@ -249,3 +240,53 @@ def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
         assert not out.exists()
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "1\n"
+
+
+# --- a model for use
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run, with a tokenizer."""
+    path = shutil.copytree(FIXTURES / "stopped-run", tmp_path / "run")
+    words = tokenizer.train(["a cat sat on a mat"], model="wordpiece", vocab_size=60, with_normalizer=True)
+    words.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_weights_mode_and_tokenizer(run_dir: Path) -> None:
+    model, words = bert_dp.load(str(run_dir))
+    saved = load_file(run_dir / "checkpoints/step-00000012/model.safetensors")
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert not model.training
+    assert words.encode("a cat", add_special_tokens=False).tokens == ["a", "cat"]
+    ids = torch.arange(8).reshape(2, 4)
+    with torch.inference_mode():
+        hidden, logits = model.model(ids), model(ids, torch.arange(8))
+        torch.testing.assert_close(model(ids, torch.tensor([5]))[0], logits[5])
+    assert hidden.shape[:2] == (2, 4)
+    assert logits.shape == (8, len(saved["model.embeddings.tok_embeddings.weight"]))
+
+
+def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir: Path) -> None:
+    good = run_dir / "checkpoints/step-00000012"
+    torn = shutil.copytree(good, run_dir / "checkpoints/step-00000013")
+    (torn / "model.safetensors").write_bytes(b"torn")
+    expected = dict(bert_dp.load(good)[0].named_parameters())
+    model, _ = bert_dp.load(run_dir)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
+    (line,) = issues_of(bert_dp.load, torn)
+    assert str(torn) in line
+    wide = shutil.copytree(FIXTURES / "step-00000003", run_dir / "checkpoints/step-00000003")
+    assert {tensor.dtype for tensor in bert_dp.load(wide)[0].parameters()} == {torch.float64}
+
+
+def test_what_cannot_be_loaded_is_named(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no valid checkpoint" in issues_of(bert_dp.load, tmp_path / "empty")[0]
+    (run_dir / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer.json" in issues_of(bert_dp.load, run_dir)[0]
+    (run_dir / "tokenizer.json").unlink()
+    (line,) = issues_of(bert_dp.load, run_dir)
+    assert line.endswith(f"copy the tokenizer.json of its shards to {run_dir / 'tokenizer.json'}")

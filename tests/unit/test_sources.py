@@ -267,7 +267,7 @@ def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) 
     path.write_text("id,text\n1,one\n")
     packed.write_bytes(gzip.compress(b"one\n"))
     (tmp_path / "part-00000").write_text("no suffix is text\n")
-    *unknown, gone = raised_issues(readers.resolve, [str(path), str(packed), str(tmp_path / "gone.txt")])
+    *unknown, gone = raised_issues(read, path, packed, tmp_path / "gone.txt")
     assert [(issue.setting, issue.kind, issue.value, issue.other) for issue in unknown] == [
         ("data.sources", "unknown", str(each), "data.build.source_format") for each in (path, packed)
     ]

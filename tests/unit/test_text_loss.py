@@ -57,10 +57,6 @@ def hide(text: str, tokenizer: Tokenizer) -> tuple[list[Any], text_loss.WordCoun
     return [text[a:b] for a, b in covered], counts, covered, seen
 
 
-def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
-    return hide(text, tokenizer)[0]
-
-
 # --- what is drawn
 
 
@@ -68,7 +64,7 @@ def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
     texts = [*DOCUMENTS, "Na\u00efve caf\u00e9s sold \u201ccr\u00eapes\u201d \u2014 and  ``tea''.\n" * 9]
     small, large = trained(80), trained(400)
     assert len(small.encode(texts[0]).ids) > 1.5 * len(large.encode(texts[0]).ids)
-    assert [hidden_words(t, small) for t in texts] == [hidden_words(t, large) for t in texts]
+    assert [hide(t, small)[0] for t in texts] == [hide(t, large)[0] for t in texts]
     of_small, of_large = read(texts, small), read(texts, large)
     small_D, large_D = of_small.counts_D, of_large.counts_D
     assert small_D.hidden.sum() > 0.1 * small_D.words.sum()
@@ -132,7 +128,7 @@ def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
     assert (row.tokens, row.documents) == (text.drawn_T.sum(), len(DOCUMENTS))
     special = tokens.special_ids(tokenizer, "it")
     words = text_loss.word_losses(model, text, LENGTH, special, quiet)
-    hidden = [word for document in DOCUMENTS for word in hidden_words(document, tokenizer)]
+    hidden = [word for document in DOCUMENTS for word in hide(document, tokenizer)[0]]
     assert (words.words, words.bytes) == (len(hidden), sum(map(len, hidden)))
     assert words.bits_per_byte == pytest.approx(words.tokens * math.log2(80) / words.bytes, rel=1e-6)
     assert words.bits_per_byte_se > 0
@@ -144,7 +140,7 @@ def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_doc
     documents = [*("xyz a " * 20 for _ in range(3)), *("a" for _ in range(30))]
     text, special = read(documents, tokenizer), tokens.special_ids(tokenizer, "it")
     words = text_loss.word_losses(model_of(64), text, LENGTH, special, quiet)
-    hidden = [hidden_words(document, tokenizer) for document in documents]
+    hidden = [hide(document, tokenizer)[0] for document in documents]
     assert words.documents == sum(map(bool, hidden)) < len(documents)
     unknown = sum(word == "xyz" for each in hidden for word in each)
     assert (words.unknown_tokens, words.words) == (unknown, sum(map(len, hidden)))
@@ -232,6 +228,10 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     )
     row = text_report(few).sections[0].tables[0].rows[0]  # Student's t of one degree of freedom: 12.706
     assert row.cells[0].text.endswith(" \u00b1 0.1271")
+    fp32, bf16 = (measure(run_dir, path, options=options, precision=name) for name in ("fp32", "bf16"))
+    assert measured == fp32, "no GPU is here"
+    assert bf16.precision == "bfloat16"
+    assert 0 < abs(bf16.predicted.loss - fp32.predicted.loss) < 0.01
     path.write_text(" ".join(DOCUMENTS[:9]))
     alone = measure(run_dir, path, options=options)
     assert (alone.documents, alone.predicted.loss_se) == (1, None)
@@ -245,17 +245,6 @@ def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path
     assert measure(run_dir, tmp_path / "a.txt").documents_without_tokens == 2
     (issue,) = raised_issues(measure, run_dir, tmp_path / "lost.txt")
     assert (issue.setting, issue.kind, issue.other) == ("TEXT", "conflict", "RUN")
-
-
-def test_what_is_measured_in_bf16_says_so(run_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
-    auto, fp32, bf16 = (
-        measure(run_dir, tmp_path / "a.txt", precision=name) for name in ("auto", "fp32", "bf16")
-    )
-    assert auto == fp32, "no GPU is here"
-    assert (fp32.precision, bf16.precision) == ("float32", "bfloat16")
-    losses = [found.predicted.loss for found in (fp32, bf16)]
-    assert 0 < abs(losses[1] - losses[0]) < 0.01
 
 
 def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> None:
