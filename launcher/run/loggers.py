@@ -52,9 +52,8 @@ class Loggers:
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
-        self.exit_code = (
-            0  # on exit: 0 = everything was sent; 1 = not all; 128 + N = signal N stopped the wait
-        )
+        # on exit: 0 = everything was sent; 1 = not everything; 128 + N = signal N stopped the wait
+        self.exit_code = 0
 
     def __enter__(self) -> Self:
         for name in self._names:

@@ -49,9 +49,8 @@ class Repeat:
     name: str
     parts: dict[str, list[list[float]]]  # name of PARTS -> [rank][step]
     memory_gib: list[float]
-    exposed_s: list[
-        float
-    ]  # reductions not overlapped by the backward pass, sampled by DDP on rank 0; else []
+    # reductions not overlapped by the backward pass, as DDP samples them on rank 0; else []
+    exposed_s: list[float]
     curve: list[tuple[int, float]]  # (tokens, loss) of each logged step with a finite loss
     summary: Summary
 

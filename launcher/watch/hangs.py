@@ -135,9 +135,7 @@ class Watch:
         self.hang: Failure | None = None  # reported hang, while the run makes no progress
         self.ends = False  # whether the run must be killed for it
         self.heartbeats: Path | None = None  # directory of the heartbeats; None = in the run directory
-        self.others: OtherNodes | None = (
-            None  # launchers of other nodes; they report their ranks every second
-        )
+        self.others: OtherNodes | None = None  # launchers of the other nodes
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
