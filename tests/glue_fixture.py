@@ -10,6 +10,7 @@ from typing import Any
 from bert_dp import files
 from bert_dp.config import Config, dump_config
 from bert_dp.config.manifest import ExamplesManifest, with_hash
+from launcher import results
 from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import GlueGrid, PreparedTask, result_file
@@ -151,6 +152,12 @@ def evaluation(tasks: Sequence[GlueTask]) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], seeds=2))
     return result_file(grid, tasks, SearchOutcome("complete"), {})
+
+
+def write_glue(folder: Path, *tasks: GlueTask) -> Path:
+    folder.mkdir(parents=True)
+    results.write(folder / "glue.json", evaluation(tasks))
+    return folder
 
 
 def write_two_tasks(folder: Path, train: int = 24, dev: int = 8, test: int = 3) -> Path:

@@ -11,10 +11,10 @@ from typing import Any
 
 from bert_dp import files
 from launcher import results
-from launcher.evaluate.glue_scores import glue_report
+from launcher.evaluate.glue_scores import compare_report, glue_report
 from launcher.plan.scaling import plan_page
 from launcher.report.formats import number
-from launcher.report.page import Bars, Figure, Line, Report
+from launcher.report.page import Bars, Figure, Line, Report, Table
 from launcher.report.run_page import of_directories
 from launcher.scale import models
 from launcher.scale.scale_page import scale_page
@@ -22,7 +22,7 @@ from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests import tune_fixture
-from tests.glue_fixture import evaluation, scored_task
+from tests.glue_fixture import evaluation, scored_task, write_glue
 from tests.helpers import failed
 from tests.plan_fixture import plan, source
 from tests.report_fixture import figures_of, make_run
@@ -75,6 +75,18 @@ def of_glue() -> Report:
     return glue_report(evaluation([mrpc, mnli, rte]).model_copy(update=changes))
 
 
+def of_comparison(path: Path) -> Report:
+    """A difference is of the seeds that have a score in both: +0.1, +0.2 and +0.05 have the mean 0.1167 and
+    the deviation 0.0764, times 4.303 / sqrt(3)."""
+    tasks = {
+        "a": [scored_task("RTE", [0.5, 0.6, 0.7, None, 0.6]), scored_task("CoLA", [0.5])],
+        "b": [scored_task("RTE", [0.6, 0.8, 0.75, 0.75, None], official=False)],
+        "c": [scored_task("RTE", [None, 0.25])],
+        "d": [scored_task("RTE", [None])],
+    }
+    return compare_report([write_glue(path / name, *each) for name, each in tasks.items()])
+
+
 REPORTS: dict[str, Callable[[Path], Report]] = {
     "run": lambda path: of_directories([run(path / "run", {"command_s": 121.25})]),
     "finetuned run": lambda path: of_directories([run(path / "run", {"heldout": SCORED, "compiled": True})]),
@@ -90,6 +102,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
     "plan": lambda path: plan_page(plan(source(), 1, 2, 4)),
     "glue": lambda path: of_glue(),
+    "glue compared": of_comparison,
 }
 
 
@@ -111,17 +124,19 @@ def _of_report(report: Report) -> dict[str, Any]:
         },
         "verdicts": [f"{v.level} {numbers_in(v.text, *v.notes)}" for v in report.verdicts],
         "notes": {s.title: numbers_in(*s.notes) for s in report.sections if s.notes},
-        "tables": {
-            f"{section}/{table.title}": {
-                f"{row.topic} {row.label}".strip(): " | ".join(
-                    cell.text + numbers_in("", cell.note) for cell in row.cells
-                )
-                for row in table.rows
-            }
-            for section, table in tables
-        },
+        "tables": {f"{section}/{table.title}": _of_table(table) for section, table in tables},
         "figures": {figure.title: _of_figure(figure) for figure in figures_of(report)},
         "next": " ".join(report.next.split()[:3]),
+    }
+
+
+def _of_table(table: Table) -> dict[str, str]:
+    heads = {"": " | ".join(table.columns)} if table.columns else {}
+    return heads | {
+        f"{row.topic} {row.label}".strip(): " | ".join(
+            cell.text + numbers_in("", cell.note) for cell in row.cells
+        )
+        for row in table.rows
     }
 
 

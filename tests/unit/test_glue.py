@@ -15,10 +15,9 @@ from launcher.evaluate import glue, glue_scores
 from launcher.evaluate.glue import GluePlanFile, choose_tasks, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, compare_report, glue_report
 from launcher.job import Output
-from launcher.report.page import Report
 from launcher.run import trials
 from launcher.run.trials import SearchOutcome, TrialOutcome
-from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, scored_task, write_trial
+from tests.glue_fixture import MadeRunner, make_grid, make_task, scored_task, write_glue, write_trial
 from tests.helpers import raised_issues, write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
@@ -96,9 +95,9 @@ def test_the_average_is_the_mean_of_nine_numbers_by_the_metrics_of_the_recipe() 
     average, lacking = glue_scores.average([*tasks, scored_task("WNLI", [0.0])])
     assert lacking == []
     assert average == pytest.approx((sum(values.values()) + values["MNLI"]) / 9)
-    whole = evaluation(tasks)
+    grid = make_grid(GlueOptions(seeds=2))
+    whole, stopped = (result_file(grid, tasks, SearchOutcome(end), {}) for end in ("complete", "partial"))
     assert (whole.average, glue_report(whole).verdicts[0].level) == (average, "ok")
-    stopped = result_file(make_grid(GlueOptions(seeds=2)), tasks, SearchOutcome("partial"), {})
     assert (stopped.status, stopped.average) == ("partial", None)
 
 
@@ -178,12 +177,6 @@ def test_settings_that_an_evaluation_ignores_are_refused() -> None:
     assert [issue.setting for issue in issues] == ["checkpoint.keep", "log.to"]
 
 
-def texts(report: Report, section: str) -> dict[str, list[str]]:
-    """Return the rows of the only table of a section by their labels."""
-    (table,) = next(each for each in report.sections if each.title == section).tables
-    return {row.label: [cell.text for cell in row.cells] for row in table.rows}
-
-
 def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
     write_lines(tmp_path / "evals.jsonl", [{"step": 250, "loss": 5.25}, {"step": 500, "loss": 4.5}])
     for step, init, loss in ((250, "checkpoint", 5.25), (750, "checkpoint", None), (250, "random", None)):
@@ -193,37 +186,9 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
         assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
-def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:
-    folder.mkdir(parents=True)
-    results.write(folder / "glue.json", evaluation(tasks).model_copy(update=changes))
-    return folder
-
-
-def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None:
-    """A difference is of the seeds that have a score in both."""
-    rte = scored_task("RTE", [0.5, 0.6, 0.7, None, 0.6])
-    one = write_evaluation(tmp_path / "a", rte, scored_task("CoLA", [0.5]))
-    subset = scored_task("RTE", [0.6, 0.8, 0.75, 0.75, None], official=False)
-    other = write_evaluation(tmp_path / "b", subset, heldout_loss=2.5)
-    third = write_evaluation(tmp_path / "c", scored_task("RTE", [None, 0.25]))
-    fourth = write_evaluation(tmp_path / "d", scored_task("RTE", [None]))
-    report = compare_report([one, other, third, fourth])
-    (table,) = report.sections[0].tables
-    heads = ["majority", "a", "b", "c", "d", "b - a", "c - a", "d - a"]
-    assert table.columns == heads
-    # +0.1, +0.2 and +0.05: mean 0.1167, deviation 0.0764, times 4.303 / sqrt(3)
-    medians = ["60.0 (sd 8.2)", "75.0 (sd 8.7)", "25.0", "n/a"]
-    expected = ["40.0", *medians, "+11.7 \u00b1 19.0", "-35.0", "n/a"]
-    assert texts(report, "Dev scores") == {"RTE accuracy": expected}
-    notes = [cell.note for cell in table.rows[0].cells]
-    assert notes[2:4] == ["subset, 1 of 5 failed", "1 of 2 failed"]
-    assert notes[5:] == ["3 seeds", "1 seed", ""]
-    assert "2.5000 nats" in report.subtitle[1]
-
-
 def test_evaluations_that_do_not_compare_are_refused(tmp_path: Path) -> None:
-    a = write_evaluation(tmp_path / "a", scored_task("RTE", [0.5]))
-    b = write_evaluation(tmp_path / "b", scored_task("MRPC", [0.5]))
-    c = write_evaluation(tmp_path / "c", scored_task("RTE", [0.5], dev_share=0.1))
+    a = write_glue(tmp_path / "a", scored_task("RTE", [0.5]))
+    b = write_glue(tmp_path / "b", scored_task("MRPC", [0.5]))
+    c = write_glue(tmp_path / "c", scored_task("RTE", [0.5], dev_share=0.1))
     assert refusals(compare_report, [a, b]) == [(str(b), "conflict", None, str(a))]
     assert refusals(compare_report, [a, c]) == [(str(c), "conflict", "RTE", str(a))]
