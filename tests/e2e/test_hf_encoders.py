@@ -99,8 +99,10 @@ def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
     init = read_json(run / "summary.json")["init_from"]
     assert (init["tensors"], init["dropped"]) == (init["of"], keys)
     assert logged(run, "step") == [1, 2, 3]
-    recipe = ("train", "continued", f"run.init_from=hf:{folder}", *SETTINGS, SHORT, "--dry-run")
-    accepted(*recipe, cwd=tmp_path)
+    recipe = ("train", "continued", f"run.init_from=hf:{folder}", *SETTINGS, SHORT)
+    build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.2")
+    bert_dp(*recipe, *build, "--nproc", "1", "--run-dir", "continued", cwd=tmp_path)
+    assert read_json(tmp_path / "continued/summary.json")["heldout_loss"] > 0
     accepted("export", "hf", str(run), "--out", str(tmp_path / "encoder"))
     before, after = (read_json(place / "config.json") for place in (folder, tmp_path / "encoder"))
     assert before["architectures"] == after["architectures"]
