@@ -51,7 +51,7 @@ def print_error(text: str) -> None:
 
 
 def logger(console: Console, as_json: bool) -> Log:
-    """Return a verb's print function: to stderr if stdout carries JSON, else to the console."""
+    """Return a command's logging function: prints to stderr if stdout carries JSON, else to the console."""
 
     def log(line: str) -> None:
         if as_json:

@@ -14,8 +14,8 @@ SIGNS = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
 KEYS = {"optim.name": (*OPTIMIZERS,), "parallel.engine": ("auto", *ENGINES)}
 HEAD = """# Settings
 
-Every setting, made from `bert_dp/config/schema.py`: `a.b` is key `b` of section `a` in YAML.
-A time is a number of its setting's unit, or a duration: `90s`, `5m`, `1.5h`, `2d`.
+Every setting, generated from `bert_dp/config/schema.py`: `a.b` is key `b` of section `a` in YAML.
+A time is a number in the setting's unit, or a duration: `90s`, `5m`, `1.5h`, `2d`.
 """
 
 

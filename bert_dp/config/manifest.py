@@ -210,7 +210,7 @@ def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
 
 def beyond(token: int, vocab_size: int) -> str:
     """Describe a token id outside the vocabulary."""
-    return f"token id {token}, but the vocabulary has {vocab_size}"
+    return f"token id {token} is outside the vocabulary of {vocab_size} tokens"
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -239,7 +239,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read the model's file in a directory; check format, version, hash and content. Raises ConfigError."""
+    """Read `model.file_name` in a directory; check format, version, hash and content. Raises ConfigError."""
     path = directory / model.file_name
     with errors.refusing(str(path), hint=model.hint):
         content = json.loads(errors.read_regular(path, errors.MAX_JSON_BYTES))
@@ -359,7 +359,8 @@ class ExamplesManifest(HashedFile):
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
             if not 2 * split.examples <= split.tokens <= self.sequence_length * split.examples:
-                raise ValueError(f"splits.{name}.tokens: {split.tokens} for {split.examples} examples")
+                fits = f"{split.examples} examples of 2 to {self.sequence_length} tokens"
+                raise ValueError(f"splits.{name}.tokens: {split.tokens} is impossible for {fits}")
         return self
 
     def issues(self, config: Config) -> list[Issue]:

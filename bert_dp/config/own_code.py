@@ -20,7 +20,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Find code that is not `allowed` or does not define its function. Nothing is executed."""
+    """Check that code is `allowed` and each file exists and defines its function. Nothing is executed."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -54,7 +54,12 @@ def code_hashes(config: Config) -> dict[str, str]:
 def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
     """Find code files that have changed since a checkpoint was trained with them."""
     return [
-        Issue(setting, "conflict", f"the run has code {saved[setting][:16]}, now {digest[:16]}", digest)
+        Issue(
+            setting,
+            "conflict",
+            f"code has SHA-256 {saved[setting][:16]} in the run, now {digest[:16]}",
+            digest,
+        )
         for setting, digest in code_hashes(config).items()
         if saved.get(setting) not in (None, digest)
     ]

@@ -2,9 +2,9 @@
 
 Sources are read three times: to hash them, to sample text for training the tokenizer (skipped if one is
 given), and to build. Memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes
-per document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). The build directory
-is a temporary one next to OUT that finally replaces OUT. `python -m bert_dp.data.build` builds for a launcher
-that supervises ranks, and prints one answer.
+per document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). Shards
+are written to a temporary directory next to OUT, which then replaces OUT. The launcher runs `python -m
+bert_dp.data.build` to build or find shards; the command prints their directory.
 """
 
 import contextlib

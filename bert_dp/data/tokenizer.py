@@ -289,9 +289,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return `num_special`, the lowest id of the random replacements for tokens. Special tokens in the upper
-    half are ignored, because some tokenizers (ModernBERT) put theirs at the end; a random replacement then
-    hits one of them a few times in 50 000."""
+    """Return `num_special`, the lowest id that a random replacement may have. Special tokens in the upper
+    half of the vocabulary are ignored, because some tokenizers (ModernBERT) put theirs at the end; a random
+    replacement then hits one of them a few times in 50 000."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 

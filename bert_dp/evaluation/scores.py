@@ -41,7 +41,7 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: the most frequent label of train, or the mean for a regression."""
+    """Score a constant prediction: train's most frequent label (multi_label: each label's), or its mean."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":

@@ -249,7 +249,7 @@ def text_loss(
 
 
 def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:
-    """Compute the loss of single predicted tokens."""
+    """Compute the mean loss and accuracy on the tokens drawn for prediction (not on whole words)."""
     loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", tell)
     document_P = text.document_T[text.drawn_T]
     count_D = np.bincount(document_P)

@@ -212,7 +212,7 @@ def read_delimited(
 
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
-    """Check the types of a record's texts and label, which is optional in test sets. Raises ConfigError."""
+    """Convert a record to a row; raise ConfigError for wrong types. Test sets may omit the label."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:

@@ -73,7 +73,7 @@ def is_secret(name: str) -> bool:
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables with a secret's name."""
+    """Return the values of variables with secret-like names, except short values and plain words."""
     values = [value.strip() for name, value in environ.items() if is_secret(name)]
     # short values and plain words also occur in ordinary text, which hiding them would garble
     return [value for value in values if len(value) >= 6 and not WORD.fullmatch(value)]

@@ -298,7 +298,7 @@ class Summary(StoredFile):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_code(self) -> int:
-        """Return the exit code of the command that ran it."""
+        """Return the exit code of the command that started the run."""
         if self.status == "done":
             return 0
         kind = self.failure.kind if self.failure else None

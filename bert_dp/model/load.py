@@ -96,7 +96,7 @@ def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
 
 
 def is_compiled(config: Config, device: str) -> bool:
-    """Resolve the setting `compile`: auto compiles on a GPU."""
+    """Return whether to compile; for `compile: auto`, on a GPU except with DeepSpeed stage 3."""
     if config.compile != "auto":
         return config.compile == "on"
     # deepspeed's hooks on every module in stage 3 make torch recompile until it gives up

@@ -106,7 +106,7 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of equally shaped matrices with at most BATCH_ELEMENTS elements in total."""
+    """Yield lists of indices of equally shaped matrices: up to BATCH_ELEMENTS elements, or one matrix."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)

@@ -222,9 +222,9 @@ class Finetuning:
             yield self._batch(examples, index_B, index_B, key32(hash64(0, index_B)))
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
-        """Return [n, L] for all examples, in their order, on every rank; None if `context.stopped` returned
-        True. Collective. Averages the results of examples that several replicas compute to fill their last
-        batch."""
+        """Return logits [examples, outputs] in the examples' order, on every rank; None if `context.stopped`
+        returned True. Collective. Averages the results of examples that several replicas compute to fill
+        their last batch."""
         own_NL = np.zeros((len(examples), self._config.finetune.num_outputs))
         seen_N1 = np.zeros((len(examples), 1))
         with torch.no_grad(), context.precision.context(context.device):

@@ -225,7 +225,7 @@ def stop_request(trainer: Trainer, state: TrainState) -> Stop:
 
 
 def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:
-    """Write the last line, evaluation and checkpoint. `stop`: the request that ended the loop, if any."""
+    """Write the last log line, evaluation and checkpoint. `stop`: the request that ended the loop, if any."""
     if state.step > state.logged_step:
         log_steps(trainer, state, clock)
     if not stop:

@@ -107,7 +107,7 @@ def plan_scaling(
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
     gpus_per_node: Annotated[int | None, Option(min=1, help="Default: 8; with a measured link: all.")] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
-    engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
+    engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",
     tensor: opt.Tensor = (1,),
     accumulation: Annotated[
         Sequence[int], opt.parsed(opt.counts, "N,...", "Micro batches per step; default: as measured.")

@@ -203,7 +203,7 @@ def distill(
         Option(help="Replacement words: of the same part of speech (pos) or from a language model (mlm)."),
     ] = "pos",
     embeddings: Annotated[
-        str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: text vectors.")
+        str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: word vectors.")
     ] = "random",
     nproc: opt.Nproc = "auto",
     run_dir: opt.RunDir = None,
@@ -277,7 +277,7 @@ def data_build(
     text_key: opt.TextKey = "text",
     set_: opt.Set = None,
     processes: Annotated[
-        int | None, Option(min=1, max=4096, help="Tokenizing processes; default: one per core.")
+        int | None, Option(min=1, max=4096, help="Tokenizing processes; default: up to one per core.")
     ] = None,
     force: Annotated[bool, Option("--force", help="Replace the contents of OUT.")] = False,
 ) -> int:

@@ -28,7 +28,7 @@ def scale(
     launcher: opt.Launcher = "torchrun",
     repeats: Annotated[int, Option(min=1, max=1000, help="Runs per cell, in random order.")] = 3,
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps per run.")] = 50,
-    warm_up: Annotated[int, Option(min=1, help="Untimed steps before them.")] = 20,
+    warm_up: Annotated[int, Option(min=1, help="Untimed steps before the timed ones.")] = 20,
     accumulation: Annotated[int | None, Option(min=1, help="Micro batches per step; default: 1.")] = None,
     set_: opt.Set = None,
     out: opt.Out = None,

@@ -160,7 +160,7 @@ def configure(grid: GlueGrid, task: PreparedTask) -> Config:
 
 
 def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Trial:
-    """Return the trial of one task and seed."""
+    """Return the trial for one task and seed."""
     config = configure(grid, task)
     config = config.model_copy(
         update={

@@ -57,7 +57,7 @@ class GlueTrial(StoredModel):
 
 
 class GlueScore(StoredModel):
-    """A metric of a dev set over all seeds."""
+    """Scores of one metric on a dev set, over all seeds."""
 
     split: str
     metric: str

@@ -440,7 +440,7 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
 
 
 def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: Unit, costs: Costs) -> float:
-    """Call `solve_above_tip`. Raises ConfigError with the least or the most of the budget's unit."""
+    """Call `solve_above_tip`. Raises ConfigError with the smallest or largest budget that can be solved."""
     try:
         return solve_above_tip(sizes, hours_of, hours)
     except ValueError as error:

@@ -84,7 +84,7 @@ def read_table(path: Path) -> list[CompletedRun]:
             budget, size, loss = (float(row[name] or "") for name in COLUMNS[:3])
             tokens = float(row.get("tokens") or (size and budget / (6 * size)))
             if not (min(budget, size, loss, tokens) > 0 and math.isfinite(budget + size + loss + tokens)):
-                raise ValueError("not a number above 0")
+                raise ValueError("budget_flops, parameters, loss and tokens must be finite and above 0")
             runs.append(CompletedRun(budget, size, loss, tokens, f"line {line}"))
     return runs
 

@@ -198,7 +198,7 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
     """Interpolate measured tokens/s over parameters in log-log space; extrapolate from the nearest two.
 
-    The half-width, in logarithms, is twice the RMS error at each inner size when left out, at least 5 %,
+    The half-width, in logarithms, is twice the leave-one-out RMS error over the inner sizes, at least 5 %,
     times 1 + ln(distance factor) beyond the measured sizes.
     """
     sizes = sorted(rates)

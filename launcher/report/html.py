@@ -40,7 +40,7 @@ def html(report: Report) -> str:
 
 
 def render(template: str, script: str, library: str = "", **values: Any) -> str:
-    """Render a template with its script after an optional library; its policy allows no other script."""
+    """Render a template with `library`, if any, then `script`; the page's CSP allows no other script."""
     own = _read(script)
     digests = [hashlib.sha256(text.encode()).digest() for text in (library, own) if text]
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

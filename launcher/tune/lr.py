@@ -104,7 +104,7 @@ def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot
 
 
 def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
-    """Describe the length of a search before it starts: in whole runs, and in time if the speed is known."""
+    """Describe a search's length before it starts: in full-length runs, and in time if the speed is known."""
     config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
     rungs, tokens = planned(options), options.tokens or full_tokens(config)
     runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
@@ -301,7 +301,7 @@ class LrSearch:
         return trials.Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
     def result(self, outcome: trials.SearchOutcome, facts: Mapping[str, Any]) -> TuneLr:
-        """Return tune.json."""
+        """Return the contents of tune.json."""
         spec, trained = self.spec, [trial for rung in self.rungs for trial in rung.trials]
         return TuneLr(
             status=outcome.status,

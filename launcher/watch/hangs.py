@@ -353,11 +353,11 @@ def _named(snapshots: Sequence[RankSnapshot], reason: str) -> HangDiagnosis:
 
 
 def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = False) -> HangDiagnosis | None:
-    """Find ranks that have not started a collective in which others wait, or have started a different one,
-    from each rank's recent collectives; `on_gpu`: only collectives started by the GPUs, not just queued.
+    """Find, in each rank's recent collectives, ranks that have not started one in which others wait, or have
+    started a different one; `on_gpu`: count only collectives started by the GPUs, not just queued.
 
-    Ranks that are behind only because they wait in another group (tensor parallelism) are not named. None if
-    the records show no difference, or nothing was recorded.
+    Ranks that are behind only because they wait in another group (tensor parallelism) are named only if no
+    other rank is behind. None if the records show no difference, or nothing was recorded.
     """
     if on_gpu:
         recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
