@@ -19,7 +19,7 @@ MORE = {
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.max_tokens_per_char=0"],
     "train": [*SMALL, "model.vocab_size=400", "schedule.hours=null", "schedule.steps=4"],
     "finetune": ["schedule.epochs=1"],
-    "scale": [*SMALL, "model.vocab_size=400", "--accumulation", "2", "--dry-run"],  # test_scale.py runs it
+    "scale": [*SMALL, "model.vocab_size=400", *"--steps 2 --warm-up 1 --repeats 1 --accumulation 2".split()],
     "tune batch": [
         *SMALL,
         *("model.vocab_size=400", "batch.micro_size=auto", "schedule.hours=null", "schedule.steps=8"),
@@ -56,7 +56,7 @@ def commands(page: str) -> list[list[str]]:
 
 def run(folder: Path, words: list[str]) -> None:
     globs = [sorted(map(str, folder.glob(word))) if "*" in word else [word] for word in words]
-    verb = bert_dp if words[0] in ("train", "finetune", "tune") else accepted
+    verb = bert_dp if words[0] in ("train", "finetune", "scale", "tune") else accepted
     verb(*(word for group in globs for word in group), cwd=folder, **cache(folder))
 
 
@@ -81,6 +81,7 @@ def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path)
     before.remove(["doctor"])  # test_readme.py runs it
     for words in before:
         run(folder, words)
+    assert read_json(folder / "scaling/scaling.json")["cells"]
     train = [*train, "schedule.steps=400", "checkpoint.every_steps=5"]
     directory = folder / "runs/node"
     process = start(*train, cwd=folder, **cache(folder))

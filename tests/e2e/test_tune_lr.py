@@ -1,5 +1,6 @@
 """`bert-dp tune lr` on real trials: stopped, killed and gone on with; what it writes trains."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cli import bert_dp, interrupted, refused, tiny, trials_done
+from tests.e2e.cli import accepted, bert_dp, interrupted, refused, tiny, trials_done
 from tests.helpers import logged, read_json, read_lines
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step
@@ -72,6 +73,15 @@ def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: P
     assert rising == sorted(rising)
 
 
+def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, tune: dict[str, Any]) -> None:
+    before = trials_done(out)
+    printed = json.loads(accepted(*command(shards, out, "--json")))
+    assert (printed["choice"], printed["rungs"]) == (tune["choice"], tune["rungs"])
+    assert trials_done(out) == before
+    other = refused(*command(shards, out, "--seeds", "2"))
+    assert "contains another search (settings.seeds: " in other
+
+
 def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
     run, choice, mine = tmp_path / "run", tune["choice"], os.sched_getaffinity(0)
     (best,) = (trial for trial in tune["rungs"][-1]["trials"] if trial["lr"] == choice["lr"])
@@ -88,6 +98,10 @@ def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.quick
-def test_a_directory_of_something_else_is_refused(shards: Path, tmp_path: Path) -> None:
+def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
+    assert "3 rates spaced 2x at 1/8" in accepted(*command(shards, tmp_path / "out", "--dry-run"))
+    assert not (tmp_path / "out").exists()
+    bad = refused(*command(shards, tmp_path, "--tokens", "5"))
+    assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad
     (tmp_path / "mine.txt").write_text("x")
     assert "is not empty and contains no search" in refused(*command(shards, tmp_path))

@@ -1,7 +1,5 @@
-"""What every report says and draws of fixed results: the numbers in each sentence, and those of each figure.
-
-Words may change; a number that moves, is lost or stands with another label does not stay unnoticed.
-"""
+"""Extract what reports show for fixed results: the cells of tables with their notes, the numbers in sentences
+and the data of figures. `python -m tests.golden record` records them again after a change of words."""
 
 import math
 import re
@@ -134,7 +132,7 @@ def _of_table(table: Table) -> dict[str, str]:
     heads = {"": " | ".join(table.columns)} if table.columns else {}
     return heads | {
         f"{row.topic} {row.label}".strip(): " | ".join(
-            cell.text + numbers_in("", cell.note) for cell in row.cells
+            f"{cell.text}; {cell.note}" if cell.note else cell.text for cell in row.cells
         )
         for row in table.rows
     }

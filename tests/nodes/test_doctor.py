@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cli import command
-from tests.nodes.harness import PORT, Cluster, ended, needs_nodes, run
+from tests.nodes.harness import FULL, PORT, Cluster, ended, needs_nodes, run
 
 pytestmark = [pytest.mark.slow, needs_nodes]
 
@@ -24,5 +24,5 @@ def test_doctor_compares_two_nodes_and_measures_their_link(tmp_path: Path, shard
     assert re.search(r"clock of node 1 \(host1\): [+-]\d+ ms ± \d+ ms", said)
     rate = re.search(r"all-reduce with node 1 \(host1\): gloo, 4 MiB at ([\d.]+) MB/s over data", said)
     assert rate, said
-    assert 5.0 <= float(rate[1]) <= 12.5  # 10 to 12.5 on an idle machine: benchmarks/nodes_link.py
+    assert (10.0 if FULL else 5.0) <= float(rate[1]) <= 12.5  # a busy machine is slower
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".nodes")] == []

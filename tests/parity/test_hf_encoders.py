@@ -1,12 +1,18 @@
-"""N ranks continue the pretraining of an encoder of transformers as one rank does."""
+"""N ranks continue the pretraining of an encoder of transformers as one rank does, from where it stood."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from tests.parity.runs import losses, settings, state, train_named
+from bert_dp.config import read_manifest
+from bert_dp.data.stream import MlmBatch, Shards, held_out_batches, training_batch
+from tests.parity.runs import evals, losses, settings, state, train_named
+from tests.shards import write_shards
 from tests.tensors import largest_relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -62,3 +68,41 @@ def test_two_ranks_train_what_one_trains(runs: Path, family: str, cell: str) -> 
     assert wanted.keys() == found.keys()
     assert (wanted["head.decoder_bias"] != 0).any()
     assert largest_relative_error(found, wanted) < 1e-9
+
+
+def test_pretraining_goes_on_from_the_loss_that_transformers_has(tmp_path: Path) -> None:
+    """A BERT that transformers trained on one text learns another, whose words follow in another order."""
+    size = {"vocab_size": 24, "train": 512, "held_out": 64}
+    first, second = (write_shards(tmp_path / f"{seed}", **size, seed=seed) for seed in (0, 1))
+    torch.manual_seed(0)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).eval()  # without dropout
+
+    def loss_of(batch: MlmBatch) -> Tensor:
+        logits_PV = bert(input_ids=batch.ids_BS).logits.flatten(0, 1)[batch.positions_P]
+        return F.cross_entropy(logits_PV, batch.labels_P)
+
+    texts = Shards(first, read_manifest(first), "train")
+    optimizer = torch.optim.AdamW(bert.parameters(), lr=3e-3)
+    for step in range(300):
+        loss = loss_of(training_batch(texts, np.arange(16) + 16 * step, seed=0, num_masked=4, shuffle=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 2.75, "less than ln 17, of words drawn at random"
+    bert.save_pretrained(tmp_path / "bert")
+    held_out = held_out_batches(
+        Shards(second, read_manifest(second), "held_out"),
+        **{"micro_size": 16, "num_masked": 2, "max_sequences": 64, "dp_rank": 0, "dp_size": 1},
+    )
+    with torch.inference_mode():
+        theirs = torch.stack([loss_of(batch) for batch in held_out]).mean().item()
+    common = {"run": {"init_from": f"hf:{tmp_path / 'bert'}"}, "batch": {"global_size": 16, "micro_size": 16}}
+    still = {"schedule": {"steps": 1}, "optim": {"lr": 1e-20, "weight_decay": 0.0}}
+    runs = {
+        "start": settings(second, **common, **still),
+        "end": settings(second, **common, schedule={"steps": 300}, optim={"lr": 3e-3}),
+    }
+    train_named(tmp_path, {name: (1, config) for name, config in runs.items()})
+    ((start,), end) = evals(tmp_path / "start"), evals(tmp_path / "end")[-1]
+    assert start["loss"] == pytest.approx(theirs, abs=1e-5)
+    assert end["loss"] < theirs - 0.5

@@ -120,7 +120,7 @@ def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path) -> None:
 
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    for name in ("summary.json", "environment.json"):
+    for name in ("summary.json", "evals.jsonl", "environment.json"):
         (run / name).unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 110, "los')
