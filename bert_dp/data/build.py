@@ -2,8 +2,8 @@
 
 Sources are read three times: to hash them, to sample text for training the tokenizer (skipped if one is
 given), and to build. Memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes
-per document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). Shards
-are written to a temporary directory next to OUT, which then replaces OUT. The launcher runs `python -m
+per document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). Shards are
+written to a temporary directory next to OUT, which then replaces OUT. The launcher runs `python -m
 bert_dp.data.build` to build or find shards; the command prints their directory.
 """
 
