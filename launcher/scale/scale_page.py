@@ -115,6 +115,10 @@ def _verdicts(scaling: Scaling) -> list[page.Verdict]:
 # --- tables
 
 
+def _with_interval(ratio: page.Ratio) -> page.Quantity:
+    return page.Quantity(lambda run: page.TableCell(ratio.text(run), exact=ratio.number(run)), ratio.head)
+
+
 def _result(scaling: Scaling) -> page.Table:
     """Return the table of the run cells, without MFU or MAMFU columns if no cell has a value."""
     runs = _runs(scaling)
@@ -124,10 +128,8 @@ def _result(scaling: Scaling) -> page.Table:
         page.Quantity("tokens_per_s", "tokens/s"),
         page.Quantity("tokens_per_s_per_gpu", "per rank"),
         page.Ratio("speedup", "speed-up", "ratio", "efficiency_ci95"),
-        page.Quantity(
-            lambda run: page.TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"
-        ),
-        COMMUNICATION,
+        _with_interval(EFFICIENCY),
+        _with_interval(COMMUNICATION),
         page.Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95"),
         page.Quantity("data_wait_fraction", "data", "percent"),
         STRAGGLER,
