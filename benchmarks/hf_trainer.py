@@ -229,6 +229,7 @@ def train_peer(o: argparse.Namespace) -> None:
             "evals": clock.evals,
         }
         (o.out / f"{o.worker}.json").write_text(json.dumps(variant))
+    dist.destroy_process_group()  # left to the interpreter's exit, gloo's threads sometimes abort the process
 
 
 def held_out_measure(config: Config, shards: Shards) -> Callable[[Any], float]:
