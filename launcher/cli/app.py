@@ -123,7 +123,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         broken = end.__context__ if isinstance(end, SystemExit) and end.code == 1 else end
         if not isinstance(broken, BrokenPipeError):
             raise
-        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may be incomplete
+        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may not have finished
             print_error(f"error: {broken.strerror}")
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ def eval_glue(
     tasks: Annotated[
         Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks; default: every task with files in --data.")
     ] = (),
-    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is their median.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is the median.")] = 5,
     init: opt.Init = "checkpoint",
     nproc: Annotated[int, Option(min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
@@ -45,7 +45,7 @@ def eval_glue(
 def eval_mlm(
     run: opt.Run,
     texts: Annotated[
-        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} To compare runs, put more runs first.")
+        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs given before the texts are compared.")
     ],
     documents: Annotated[str, Option(help="Document separator in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
@@ -67,7 +67,7 @@ def eval_mlm(
 def predict(
     run: opt.Run,
     file: Annotated[
-        str, Argument(metavar="FILE", help="Text lines, a table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
+        str, Argument(metavar="FILE", help="File of lines, table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
     ],
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
@@ -122,10 +122,10 @@ def export_aoti(
 
 def export_check(
     directory: Annotated[
-        Path, Argument(metavar="DIR", show_default=False, help="Output of `bert-dp export`.")
+        Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Exported run; default: by name in ., runs/ or next to DIR.")
+        Path | None, Option(metavar="RUN", help="Its run; default: found by name in ., runs/ or next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

@@ -22,7 +22,7 @@ TEXTS = "Files, directories or globs (text, JSONL, Parquet; .gz, .xz, .zst), hub
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Create an option whose text `parse` converts. `names` defaults to the name of the parameter."""
+    """Create an option converted by `parse`, which raises BadParameter. `names` replace the default name."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text  # a default is already converted
@@ -116,22 +116,22 @@ Words = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings that override the configs/ recipe."),
+    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings that override the verb's recipe."),
 ]
 Set = Annotated[
     list[str] | None, Option("--set", metavar="a.b=v", help="Another way to write SETTING=VALUE; repeatable.")
 ]
 Run = Annotated[
     Path,
-    Argument(metavar="RUN", show_default=False, help="Checkpoint, or run directory to use its newest one."),
+    Argument(metavar="RUN", show_default=False, help="Checkpoint, or run (its newest checkpoint is used)."),
 ]
 Nproc = Annotated[str, Option(help="Number of ranks; auto: one per GPU, or 2 on a CPU.")]
 Launcher = Annotated[
-    str, parsed(launcher, "NAME", "Starts the ranks: torchrun (default), accelerate or deepspeed.")
+    str, parsed(launcher, "NAME", "Program that starts the ranks: torchrun (default), accelerate, deepspeed.")
 ]
 Tensor = Annotated[Sequence[int], parsed(counts, "N,...", "Tensor-parallel sizes; default: 1.")]
 RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
-Resume = Annotated[str, Option(help="Resume from: auto, never, or the path of a checkpoint or run.")]
+Resume = Annotated[str, Option(help="Resume: auto, never, or from the path of a checkpoint or run.")]
 MaxRestarts = Annotated[
     int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
 ]
@@ -147,7 +147,7 @@ GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with the 
 TrainFile = Annotated[
     str | None, Option(metavar="FILE", help="Training examples (CSV, TSV, JSONL, Parquet, hub:NAME).")
 ]
-DevFile = Annotated[str | None, Option(metavar="FILE", help="Dev examples, for the scores.")]
+DevFile = Annotated[str | None, Option(metavar="FILE", help="Dev examples to compute scores on.")]
 TextColumn = Annotated[str | None, Option(metavar="COLUMN", help="Text column; default: text.")]
 PairColumn = Annotated[
     str | None, Option(metavar="COLUMN", help="Column of the second text; default: text_pair.")
@@ -157,7 +157,9 @@ LabelKinds = Annotated[
     Literal["single_label", "multi_label", "regression"] | None,
     Option(help="Kind of label; default: single_label."),
 ]
-Init = Annotated[Literal["checkpoint", "random"], Option(help="random: baseline without pretrained weights.")]
+Init = Annotated[
+    Literal["checkpoint", "random"], Option(help="Initial weights; random: baseline without pretraining.")
+]
 Format = Annotated[str, Option(help="Format of all files: text, jsonl, parquet, or auto (by suffix).")]
 TextKey = Annotated[str, Option(help="JSON field or Parquet column with the text; a.b if nested.")]
 Precision = Annotated[
@@ -165,7 +167,7 @@ Precision = Annotated[
     Option(help="fp32: no autocast; bf16: autocast; auto: bf16 if the GPU supports it, else fp32."),
 ]
 Out = Annotated[
-    Path | None, Option(help="Output directory; a used one is resumed. Default: in scaling/, tune/ or eval/.")
+    Path | None, Option(help="Output directory, new or to resume; default: in scaling/, tune/ or eval/.")
 ]
 ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]

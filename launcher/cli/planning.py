@@ -16,7 +16,7 @@ OUT = Path("planned.yaml")
 
 def plan(
     context: typer.Context,
-    hours: Annotated[float | None, opt.parsed(opt.hours, "TIME", "Budget in hours, or as 90m, 2d.")] = None,
+    hours: Annotated[float | None, opt.parsed(opt.hours, "TIME", "Time budget: 24 (hours), 90m, 2d.")] = None,
     dollars: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in dollars.")] = None,
     kwh: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in kWh.")] = None,
     gpu: Annotated[
@@ -32,7 +32,7 @@ def plan(
         Option("--from", help="Run directory or scaling.json with the measured speed of --config."),
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None, Option(min=0.1, max=1e6, help="Ratio of training tokens, without --frontier.")
+        float | None, Option(min=0.1, max=1e6, help="Training tokens per parameter, instead of --frontier.")
     ] = None,
     keep_model: Annotated[bool, Option("--keep-model", help="Plan the model of --config unchanged.")] = False,
     tokens_available: Annotated[
@@ -40,9 +40,9 @@ def plan(
     ] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device hour.")] = None,
-    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device, W.")] = None,
+    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device in watts.")] = None,
     pue: Annotated[float, Option(min=1, max=10, help="Power of the building / power of the machines.")] = 1.0,
-    grid: Annotated[str | None, Option(help="Region of plan/grid.yaml for CO2: world, France, ...")] = None,
+    grid: Annotated[str | None, Option(help="Region in plan/grid.yaml for CO2: world, France, ...")] = None,
     g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
     out: Annotated[Path, Option(help="Configuration to write.")] = OUT,
     page: Annotated[Path | None, Option(help="HTML page to write, a calculator with sliders.")] = None,
@@ -75,7 +75,7 @@ def plan_fit(
     out: Annotated[Path, Option(help="File to write.")] = Path("frontier.json"),
     json: opt.Json = False,
 ) -> int:
-    """Fit a law of the loss in parameters and tokens to completed runs."""
+    """Fit a scaling law of the loss to completed runs."""
     from launcher import results
     from launcher.plan import budget, fit
     from launcher.report.page import show_result
@@ -92,16 +92,14 @@ def plan_fit(
 
 def plan_scaling(
     nproc: Annotated[
-        Sequence[int], opt.parsed(opt.counts, "N,...", "GPUs: 1,2,4,8 (default) or 1..1024 (doubling).")
+        Sequence[int], opt.parsed(opt.counts, "N,...", "GPU counts: 1,2,4,8 (default) or 1..64 (doubling).")
     ] = (1, 2, 4, 8),
     from_: Annotated[Path | None, Option("--from", help="scaling.json from `bert-dp scale`.")] = None,
     model: Annotated[str | None, Option(help="Model: bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
         float | None, Option(min=1e-3, help="Sequences/s measured on one GPU, instead of --from.")
     ] = None,
-    micro: Annotated[
-        int | None, Option(min=1, max=10**6, help="Micro batch at which --seq-per-s was measured.")
-    ] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch used for --seq-per-s.")] = None,
     gpu: Annotated[
         str | None, Option(help="GPU of --seq-per-s, to estimate the optimizer's time: A100-80G, ...")
     ] = None,

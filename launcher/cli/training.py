@@ -109,7 +109,7 @@ def finetune(
     data: opt.GlueData = None,
     train: opt.TrainFile = None,
     dev: opt.DevFile = None,
-    test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict.")] = None,
+    test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict labels for.")] = None,
     dev_fraction: Annotated[
         float | None,
         Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train to use as the dev set."),
@@ -171,7 +171,7 @@ def distill(
     ],
     words: Annotated[
         list[str] | None,
-        Argument(metavar="SETTING=VALUE", show_default=False, help="Settings that override distill.yaml."),
+        Argument(metavar="SETTING=VALUE", show_default=False, help="Overrides of configs/distill.yaml."),
     ] = None,
     student: Annotated[
         str, Option(metavar="bilstm|CONFIG|RUN", help="BiLSTM, model of CONFIG, or model and weights of RUN.")
@@ -186,7 +186,7 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL file of text, text_pair (for pairs) and logits, of any model."),
+        Option(metavar="FILE", help="JSONL file with text, text_pair (if pairs) and logits of any model."),
     ] = None,
     copies: Annotated[
         int | None,
@@ -194,7 +194,7 @@ def distill(
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
-        Option(help="Replace words by words of the same part of speech (pos) or of a language model (mlm)."),
+        Option(help="Source of replacement words: same part of speech (pos) or language model (mlm)."),
     ] = "pos",
     embeddings: Annotated[
         str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: word vectors.")
@@ -251,7 +251,7 @@ def configs(
         config = load_config(path, ["data.path=shards", "run.init_from=null", "batch.micro_size=1"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
         if config.has_examples or hf_directory(read_yaml(path).get("run", {}).get("init_from")):
-            name = "as its source"  # the class of the run or hf:DIR that training starts from
+            name = "same as source"  # the class of the run or hf:DIR that training starts from
         typer.echo(f"{path.stem:<18} {name:<20} {summary}")
     for name, path in scripts.items():
         typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")
@@ -278,7 +278,7 @@ def data_build(
     """Build token shards from text.
 
     Filters and deduplicates the text, trains a tokenizer, tokenizes the text and packs the tokens into
-    shards. A manifest records the hash of each shard. The settings data.build.* apply.
+    shards. A manifest records the hash of each shard. The settings data.build.* control each step.
     """
     from launcher import datasets
 

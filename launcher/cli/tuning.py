@@ -19,11 +19,11 @@ def scale(
     ),
     mode: Annotated[
         Literal["weak", "strong", "both"],
-        Option(help="Keep constant the batch per rank (weak) or the global batch (strong)."),
+        Option(help="Keep the batch per rank (weak) or the global batch (strong) constant."),
     ] = "weak",
     engine: Annotated[
         Sequence[str],
-        opt.parsed(opt.engines, "NAME,...", "Engines: ddp (default), zero1, fsdp, ...", "--engines"),
+        opt.parsed(opt.engines, "NAME,...", "ddp (default), zero1, fsdp, deepspeed-1, ...", "--engines"),
     ] = ("ddp",),
     tensor: opt.Tensor = (1,),
     launcher: opt.Launcher = "torchrun",
@@ -89,7 +89,7 @@ def tune_batch(
 
 def tune_lr(
     words: opt.Words = None,
-    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: one replica's.")] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: those of 1 replica.")] = None,
     rates: Annotated[int, Option(min=3, max=20, help="Rates in the first rung, a factor of 2 apart.")] = 5,
     seeds: Annotated[int, Option(min=1, max=100, help="Seeds per rate in the last rung.")] = 3,
     tokens: Annotated[

@@ -34,7 +34,7 @@ PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid
 OLD_DAYS = 180  # age in days above which a price causes a warning
 WIDE, DEEP = 64, 48  # width / layers of the two shapes; BERT-base and the crammed BERT have 64 and 48
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
-MAX_EPOCHS = 4  # up to this, repeated data is worth nearly as much as new text (arXiv 2305.16264)
+MAX_EPOCHS = 4  # epochs up to which repeated data is worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # maximum multiple of the largest fitted budget
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
@@ -281,7 +281,7 @@ def folder_issues(option: str, path: Path) -> list[Issue]:
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
-    """Read a file of sourced values. Raises ConfigError for a value without date or source."""
+    """Read a file of sourced values. Raises ConfigError for a value without a date or source."""
     rows = dict(read_yaml(path)).items()
     return {str(name): results.parse(row, SourcedValue, f"{path}: {name}") for name, row in rows}
 
@@ -370,7 +370,7 @@ def make_plan(
     for name, size in wanted.items():
         shapes = family(base, WIDE) if name == "wide" else configs
         config = shapes[nearest([size_of(each) for each in shapes], size)]
-        with contextlib.suppress(ConfigError):  # an intermediate size may not fit the device
+        with contextlib.suppress(ConfigError):  # a wide model may not fit the device
             # setdefault, because deep and wide are the same shape at two layers
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
@@ -426,9 +426,9 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
     """Return the size whose optimal training takes `hours`.
 
     sizes: ascending; hours_of: hours of the optimal training of each size, interpolated in log-log space. The
-    curve is U-shaped, because a model below the tipping size uses the device less well and takes longer. The
-    solution is on the branch above the tipping size. Raises ValueError with the minimum of `hours_of` if
-    `hours` is smaller, or with the hours of the last size if `hours` is larger.
+    curve is U-shaped, because a model below the tipping size uses the device less efficiently and takes
+    longer; the solution is on the branch above. Raises ValueError with the minimum of `hours_of` if `hours`
+    is smaller, or with the hours of the last size if `hours` is larger.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -454,11 +454,11 @@ def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: 
 def small(flops: float) -> str:
     """Return the warning for compute below MLM_MIN_FLOPS."""
     least = format_si(MLM_MIN_FLOPS, "FLOP")
-    return f"{format_si(flops, 'FLOP')}: below {least}, masked LMs leave the power law (arXiv 2305.17266)"
+    return f"{format_si(flops, 'FLOP')}: below {least}, masked LMs follow no power law (arXiv 2305.17266)"
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return, per published answer, the size closest to the best size for the compute that this size uses."""
+    """Return, per published answer, the size closest to the answer's best size for that size's compute."""
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():
@@ -492,7 +492,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Return `shown` of a value of the law and of its interval, which `more` widens in quadrature."""
+    """Apply `shown` to a value of the law and to its interval, which `more` widens in quadrature."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
     ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} completed runs"
@@ -513,7 +513,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
-        warnings.append(f"another law fits the runs nearly as well: best size {sizes} parameters")
+        warnings.append(f"another law fits the runs nearly as well; best size: {sizes} parameters")
     return warnings
 
 
@@ -541,7 +541,7 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
     )
     title = "Models for the budget" if plan.is_chosen else "Published answers, none chosen"
     return Report(
-        "bert-dp: plan of a budget",
+        "bert-dp: budget plan",
         verdicts=[*(Verdict("warn", text) for text in plan.warnings), *not_written],
         sections=[
             ReportSection(

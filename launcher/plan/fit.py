@@ -147,10 +147,10 @@ def fit_page(found: Frontier) -> Report:
     law, interval = found.law, " to ".join(map(power, found.exponent_ci95 or ()))
     laws = [
         words("loss", f"{law.E:.3f} + {law.A:.3g} N^-{law.a:.3f} + {law.B:.3g} D^-{law.b:.3f} nats"),
-        words("exponent of best N in C", power(found.exponent), f"95 %: {interval}"),
-        words("without the embedding", power(found.exponent_without_embedding)),
+        words("exponent x of best N ~ C^x", power(found.exponent), f"95 %: {interval}"),
+        words("x without the embedding", power(found.exponent_without_embedding)),
         words(
-            "from parabolas",
+            "x from parabolas",
             power(found.parabola_exponent),
             "a cross-check; biased even without noise (arXiv 2603.22339)",
         ),

@@ -24,7 +24,7 @@ MAX_CONTRADICTION = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class CompletedRun:
-    """Figures of a run that completed its schedule: `loss` is the held-out loss in nats."""
+    """Figures of a run that completed its schedule; `loss` is the held-out loss in nats."""
 
     budget_flops: float
     parameters: float
@@ -80,7 +80,7 @@ class Frontier(StoredFile):
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
     """Laws fitted to runs resampled within each budget; from six budgets on, budgets are resampled too."""
-    left_out: list[LossLaw] = Field(min_length=2)  # laws fitted without one budget each
+    left_out: list[LossLaw] = Field(min_length=2)  # laws fitted to the runs of all budgets but one
     others: list[LossLaw] = []  # other local minima that fit nearly as well
     exponent: float | None = None
     exponent_ci95: Interval | None = None
@@ -122,7 +122,7 @@ class Frontier(StoredFile):
         """Apply `value` to the law; return the result and its 95 % interval.
 
         The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
-        The interval assumes a nearly normal distribution, so `value` should return the logarithm of a size.
+        The interval uses Student's t and assumes a normal distribution: `value` returns logarithms of sizes.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

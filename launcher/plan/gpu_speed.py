@@ -3,7 +3,7 @@
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
 benchmarks/gpu_speed.py fits the constants to published measurements of one GPU: share, TOKENS, and the memory
-traffic and launch time of each framework. hardware.yaml lists them, with their spread, under `gpu_speed`.
+traffic and launch time of each framework. hardware.yaml lists them under `gpu_speed`, with the error spread.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ FRAMEWORK = "compiled"  # class of torch.compile; published measurements have ot
 PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer, as multiples of H and of heads x S
 MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
 MIN_SPREAD = 0.05  # minimum half-width of the 95 % interval of ln(measured rate)
-OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # moved per parameter by a fused optimizer
+OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # bytes per parameter that a fused optimizer moves
 
 
 class GpuStep(NamedTuple):
@@ -80,8 +80,8 @@ class Rate(NamedTuple):
 
 
 def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: int) -> int | None:
-    """Return the largest micro batch that divides the global batch and its ramp and is estimated to fit in
-    the memory of the GPU, or None if not even one sequence fits."""
+    """Return the largest micro batch that is estimated to fit in the GPU's memory and divides each replica's
+    share of the global batch and of the ramp quantum. Returns None if not even one sequence fits."""
     batch = config.batch
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
     whole = math.gcd(batch.global_size, quantum or batch.global_size)
@@ -100,7 +100,7 @@ def memory_gib(gpu: str) -> float:
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of configurations in ascending size, before the first that does not fit the device."""
+    """Return the rates of `configs`, in ascending order of size, until one does not fit the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:

@@ -20,14 +20,15 @@ Floats = NDArray[np.float64]
 HUBER = 1e-3  # |ln(fit / loss)| above which the Huber loss is linear (Hoffmann et al., D.2)
 EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
-BASINS = 3  # number of local minima on the grid of exponents that are polished
+BASINS = 3  # number of local minima on the grid of exponents to refine by L-BFGS
 SECOND_BASIN = 1.10  # other minima are reported up to this multiple of the best sum of losses
 DRAWS = 100  # resampled fits per interval
 MANY_BUDGETS = 6  # minimum number of budgets for resampling the budgets too
 
 
 def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Frontier:
-    """Fit the law to all runs, to resampled runs and without each budget. Raises ConfigError for few runs."""
+    """Fit the law to all runs, to `draws` resampled sets of runs and, for each budget, to the runs of the
+    other budgets. Raises ConfigError for too few runs or budgets."""
     budgets = [run.budget_flops for run in runs]
     groups = [np.flatnonzero(np.equal(budgets, budget)) for budget in sorted(set(budgets))]
     if len(runs) < MIN_RUNS or len(groups) < MIN_BUDGETS:
@@ -44,7 +45,7 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Resample runs within each budget, and budgets if MANY_BUDGETS. `groups`: indices of runs by budget."""
+    """Return resampled indices of runs. `groups`: indices by budget; MANY_BUDGETS are resampled too."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
@@ -86,7 +87,7 @@ def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
-    """Solve weighted least squares for constants >= 0, [pairs, 3], trying each set of positive constants."""
+    """Solve weighted least squares for constants >= 0 [pairs, 3], trying each set of positive constants."""
     gram = np.einsum("prc,pr,prk->pck", columns, weights, columns)
     right = np.einsum("prc,pr,r->pc", columns, weights, loss)
     best, least = np.zeros(right.shape), np.full(len(right), np.inf)
@@ -101,7 +102,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Minimise the summed Huber loss / HUBER^2 over all five constants by L-BFGS; return it with the law."""
+    """Minimise the summed Huber loss / HUBER^2 over the five constants by L-BFGS; return minimum and law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]
@@ -112,7 +113,7 @@ def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]
         shares = np.exp(terms - fitted)
         slope = np.clip(fitted - loss, -HUBER, HUBER)
         gradient = np.concatenate([shares @ slope, -(shares[1:] * sizes) @ slope])
-        # not the mean, whose gradients are so small that the search stops early (arXiv 2404.10102)
+        # a mean would have gradients so small that the search stops early (arXiv 2404.10102)
         return float(_huber(fitted - loss).sum()) / HUBER**2, gradient / HUBER**2
 
     exponents = np.array([start.a, start.b])

@@ -1,4 +1,4 @@
-"""Write the budget planner as one self-contained HTML file with sliders and a script that calculates."""
+"""Render the budget planner as one self-contained HTML file, with sliders and a script that calculates."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page of `planner_data`. The values from `unit` to `price` are the initial ones."""
+    """Render the page from `planner_data`. The values from `unit` to `price` initialise its inputs."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

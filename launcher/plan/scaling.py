@@ -119,7 +119,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
             f"ranks wait for the slowest; their speeds vary by {format_percent(source.spread)} (one sigma)",
-            f"overlap hides {format_percent(constant('overlap_gain'))} of the time that it could hide",
+            f"overlap hides {format_percent(constant('overlap_gain'))} of the time that it ideally hides",
         ],
         rows=rows,
         measured=[line for cell in source.cells if (line := _compared(source, spec, cell))],
@@ -127,7 +127,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
 
 
 def predict_measured(scaling: Scaling) -> Prediction | None:
-    """Predict a benchmark's cells from its own profile and links; None if one of them is missing."""
+    """Predict a benchmark's cells from its own profile, links and ceiling; None without profile or link."""
     try:
         source = source_of(scaling, "scaling.json")
         return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
@@ -317,7 +317,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"computation is slowed by the measured ceiling ({counts}); more ranks: the last factor")
+        notes.append(f"computation is slowed by the measured ceiling ({counts}; more ranks: the last one)")
     curves = {
         # sorted, so that the longest of several times at one size is kept
         each.world_size: AllReduceCurve(
@@ -327,7 +327,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         if each.points
     }
     if curves:
-        notes.append(f"without --link: the all-reduce measured over {', '.join(map(str, curves))} ranks")
+        notes.append(f"all-reduce without --link: measured over {', '.join(map(str, curves))} ranks")
     peak = peak_flops(profile.device, profile.precision)
     if peak:
         notes.append(f"MFU: share of {peak / 1e12:g} TFLOP/s per GPU ({profile.device}, {profile.precision})")
@@ -363,7 +363,7 @@ def source_of_rate(
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if not micro_s > MIN_MICRO_S:
-        message = f"{seq_per_s:g} leaves no time for the micro batches besides the optimizer"
+        message = f"{seq_per_s:g} leaves no time for the micro batches"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
     profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)
@@ -428,7 +428,7 @@ ROW = (
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
-    """Return a report on the rows, the levers at the largest number of GPUs, the cells and the assumptions.
+    """Report the rows, the gains from changes at the largest number of GPUs, the cells and the assumptions.
 
     `config`: configuration of the model, which the suggested `scale` command measures.
     """

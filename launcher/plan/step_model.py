@@ -2,8 +2,8 @@
 
     step = (accumulation x micro batch + optimizer) x slowest rank + exposed communication
 
-All functions are pure, in seconds and bytes; docs/definitions.md lists every equation. The model assumes the
-messages that `bert_dp/parallel` sends. hardware.yaml lists GPUs, links, latencies and constants with sources.
+The functions are pure and use seconds and bytes; docs/definitions.md lists every equation. The model assumes
+the messages that `bert_dp/parallel` sends. hardware.yaml lists the GPUs, links, latencies and constants.
 """
 
 from __future__ import annotations
