@@ -29,8 +29,8 @@ def eval_glue(
 ) -> int:
     """Finetune on GLUE tasks with several seeds and report the scores.
 
-    Each score is the median on the dev set; the report also gives the score of a constant answer. Writes
-    glue.json and an HTML page.
+    Each score is the median over the seeds, on the dev set; the score of a constant answer is shown next to
+    it. Writes glue.json and an HTML page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
@@ -125,7 +125,7 @@ def export_check(
         Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Its run; default: found by name in ., runs/ or next to DIR.")
+        Path | None, Option(metavar="RUN", help="Exported run; default: found in ., runs/ or next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

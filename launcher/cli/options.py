@@ -131,7 +131,7 @@ Launcher = Annotated[
 ]
 Tensor = Annotated[Sequence[int], parsed(counts, "N,...", "Tensor-parallel sizes; default: 1.")]
 RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
-Resume = Annotated[str, Option(help="Resume: auto, never, or from the path of a checkpoint or run.")]
+Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or run to resume.")]
 MaxRestarts = Annotated[
     int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
 ]
@@ -147,7 +147,7 @@ GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with the 
 TrainFile = Annotated[
     str | None, Option(metavar="FILE", help="Training examples (CSV, TSV, JSONL, Parquet, hub:NAME).")
 ]
-DevFile = Annotated[str | None, Option(metavar="FILE", help="Dev examples to compute scores on.")]
+DevFile = Annotated[str | None, Option(metavar="FILE", help="Dev set, used to compute the scores.")]
 TextColumn = Annotated[str | None, Option(metavar="COLUMN", help="Text column; default: text.")]
 PairColumn = Annotated[
     str | None, Option(metavar="COLUMN", help="Column of the second text; default: text_pair.")

@@ -52,10 +52,10 @@ def train(
     rendezvous: opt.Rendezvous = None,
     interface: opt.Interface = None,
 ) -> int:
-    """Pretrain a model, by default for two minutes on the built-in text.
+    """Pretrain a model.
 
-    On several nodes, --nnodes, --node-rank and --rendezvous default to the environment variables of Slurm,
-    Kubeflow or SkyPilot.
+    By default, training takes two minutes and uses the built-in text. On several nodes, --nnodes, --node-rank
+    and --rendezvous default to the environment variables of Slurm, Kubeflow or SkyPilot.
     """
     from launcher import job
     from launcher.run import train
@@ -78,8 +78,8 @@ def train(
     if issues:
         raise ConfigError(issues)
     profiled = None if profile is None else parse_profile(profile, profile_ranks or "0")
-    how = (nproc, run_dir, resume, dry_run, launcher, max_restarts, elastic, force, profiled, place)
-    options, overrides = RunOptions(*how, after_save), settings
+    common = (nproc, run_dir, resume, dry_run, launcher, max_restarts, elastic, force, profiled, place)
+    options, overrides = RunOptions(*common, after_save), settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
         if place is not None:
             message, hint = "auto is supported on one node only", "run `bert-dp tune batch` first"
@@ -171,7 +171,7 @@ def distill(
     ],
     words: Annotated[
         list[str] | None,
-        Argument(metavar="SETTING=VALUE", show_default=False, help="Overrides of configs/distill.yaml."),
+        Argument(metavar="SETTING=VALUE", show_default=False, help="Overrides for configs/distill.yaml."),
     ] = None,
     student: Annotated[
         str, Option(metavar="bilstm|CONFIG|RUN", help="BiLSTM, model of CONFIG, or model and weights of RUN.")
@@ -186,7 +186,7 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL file with text, text_pair (if pairs) and logits of any model."),
+        Option(metavar="FILE", help="JSONL file with text, text_pair for pairs, and logits of any model."),
     ] = None,
     copies: Annotated[
         int | None,

@@ -89,7 +89,7 @@ def tune_batch(
 
 def tune_lr(
     words: opt.Words = None,
-    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: those of 1 replica.")] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: a replica's ranks.")] = None,
     rates: Annotated[int, Option(min=3, max=20, help="Rates in the first rung, a factor of 2 apart.")] = 5,
     seeds: Annotated[int, Option(min=1, max=100, help="Seeds per rate in the last rung.")] = 3,
     tokens: Annotated[

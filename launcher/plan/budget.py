@@ -31,12 +31,12 @@ Unit = Literal["hours", "dollars", "kwh"]
 Origin = Literal["published", "stated"]  # origin of a cost
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
-OLD_DAYS = 180  # age in days above which a price causes a warning
+OLD_DAYS = 180  # age in days above which a price or CO2 value causes a warning
 WIDE, DEEP = 64, 48  # width / layers of the two shapes; BERT-base and the crammed BERT have 64 and 48
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
 MAX_EPOCHS = 4  # epochs up to which repeated data is worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
-MAX_EXTRAPOLATION = 100.0  # maximum multiple of the largest fitted budget
+MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget above which a plan is unreliable
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
 
 # published answers: the best number of parameters for a budget in FLOPs, and the source of the answer
@@ -458,7 +458,8 @@ def small(flops: float) -> str:
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return, per published answer, the size closest to the answer's best size for that size's compute."""
+    """Return one size per published answer: the size closest to the answer's best size for the compute that
+    this size uses in `hours`."""
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():

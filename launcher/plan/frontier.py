@@ -71,7 +71,7 @@ class LossLaw:
 
 
 class Frontier(StoredFile):
-    """Contents of frontier.json: completed runs, the law fitted to them, and the runs' common settings."""
+    """Contents of frontier.json: completed runs, the law fitted to them, resampled fits, common settings."""
 
     model_config = ConfigDict(strict=False)  # because a strict model rejects a dataclass in JSON
     hint: ClassVar[str] = "rewrite it with `bert-dp plan fit`"
@@ -79,7 +79,7 @@ class Frontier(StoredFile):
     law: LossLaw
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
-    """Laws fitted to runs resampled within each budget; from six budgets on, budgets are resampled too."""
+    """Laws fitted to runs resampled within each budget. Six or more budgets are resampled too."""
     left_out: list[LossLaw] = Field(min_length=2)  # laws fitted to the runs of all budgets but one
     others: list[LossLaw] = []  # other local minima that fit nearly as well
     exponent: float | None = None
@@ -122,7 +122,7 @@ class Frontier(StoredFile):
         """Apply `value` to the law; return the result and its 95 % interval.
 
         The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
-        The interval uses Student's t and assumes a normal distribution: `value` returns logarithms of sizes.
+        The interval uses Student's t and assumes a normal distribution, so pass the logarithm of a size.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

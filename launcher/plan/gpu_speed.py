@@ -71,7 +71,7 @@ def estimate(
 
 
 class Rate(NamedTuple):
-    """Tokens/s summed over devices. The 95 % interval is tokens_per_s divided and multiplied by `factor`."""
+    """Tokens/s of all devices; the 95 % interval is tokens_per_s / factor to tokens_per_s x factor."""
 
     tokens_per_s: float
     factor: float

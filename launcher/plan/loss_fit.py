@@ -45,7 +45,7 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Return resampled indices of runs. `groups`: indices by budget; MANY_BUDGETS are resampled too."""
+    """Resample runs within budgets and, if there are MANY_BUDGETS, budgets. `groups`: indices by budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
@@ -137,8 +137,8 @@ def _huber(residual: Floats) -> Floats:
 
 
 def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bool]]:
-    """Fit a parabola of the loss in ln N to each budget. Returns N at the minimum, and True if the sizes that
-    were run enclose N. Omits budgets with fewer than three sizes or without a minimum."""
+    """Fit a parabola of the loss in ln N to the runs of each budget. Returns, by budget, N at the minimum and
+    True if the sizes that were run enclose N; omits budgets with fewer than three sizes or no minimum."""
     minima = {}
     for budget in sorted({run.budget_flops for run in runs}):
         group = [run for run in runs if run.budget_flops == budget]

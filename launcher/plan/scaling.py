@@ -119,7 +119,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
             f"ranks wait for the slowest; their speeds vary by {format_percent(source.spread)} (one sigma)",
-            f"overlap hides {format_percent(constant('overlap_gain'))} of the time that it ideally hides",
+            f"overlap hides {format_percent(constant('overlap_gain'))} of the communication it could hide",
         ],
         rows=rows,
         measured=[line for cell in source.cells if (line := _compared(source, spec, cell))],
@@ -127,7 +127,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
 
 
 def predict_measured(scaling: Scaling) -> Prediction | None:
-    """Predict a benchmark's cells from its own profile, links and ceiling; None without profile or link."""
+    """Predict a benchmark's cells from its profile, links and ceiling; None if profile or link is missing."""
     try:
         source = source_of(scaling, "scaling.json")
         return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
@@ -317,7 +317,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"computation is slowed by the measured ceiling ({counts}; more ranks: the last one)")
+        notes.append(f"computation is slowed by the measured ceiling ({counts}; more ranks: the last factor)")
     curves = {
         # sorted, so that the longest of several times at one size is kept
         each.world_size: AllReduceCurve(
@@ -449,7 +449,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
         models.compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
-    text = f"Do not use this prediction: the step of {', '.join(wrong)} is outside its measured interval."
+    text = f"Do not use this prediction: it is outside the measured interval of {', '.join(wrong)}."
     verdicts = [Verdict("warn", text)] if wrong else []
     return Report(
         "bert-dp: predicted scaling",

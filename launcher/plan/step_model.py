@@ -313,7 +313,7 @@ Bucket = tuple[float, float]
 def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -> list[Bucket]:
     """Fuse gradients, in the order in which they are ready, into buckets of at least `size` bytes.
 
-    The first bucket has at least `first` bytes. No tensor is split. A bucket is ready with its last tensor.
+    The first one has at least `first` bytes. No tensor is split. A bucket is ready when its last tensor is.
     """
     buckets: list[Bucket] = []
     total = last = 0.0
