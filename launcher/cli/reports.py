@@ -209,8 +209,8 @@ def doctor(
     """Check this machine before a run.
 
     Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
-    all-reduce in less than 30 s. With several nodes, node 0 also compares the nodes' versions, data, view of
-    --run-dir and clocks, and measures the link to each node. The exit code is 1 if a run would fail.
+    all-reduce in less than 30 s. With several nodes, node 0 also compares the nodes' versions, data, clocks
+    and view of --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_result

@@ -33,7 +33,7 @@ OTHERS = "Another law fits nearly as well (sum of losses within 10 %), so the op
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
     """Read completed pretraining runs and their common properties. Raises ConfigError if a run is incomplete,
-    or if corpus, mask rate or sequence length differ between runs."""
+    or if the corpus, mask rate or sequence length differs between runs."""
     issues: list[Issue] = []
     runs: list[CompletedRun] = []
     common: dict[str, tuple[object, str]] = {}
