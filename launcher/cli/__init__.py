@@ -1,1 +1,1 @@
-"""Define the command line: a function per verb, its options in its signature. `app` registers them."""
+"""Define the command line: one function per verb, with the options as parameters. `app` registers them."""

@@ -1,4 +1,4 @@
-"""Register the verbs by group, run the command line, and print a failure with its exit code."""
+"""Register the verbs, run the command line, and turn a failure into a message and an exit code."""
 
 import errno
 import faulthandler
@@ -22,7 +22,7 @@ from bert_dp.training.process import RunFailed
 from launcher.cli import evaluation, planning, reports, training, tuning
 from launcher.log import print_error
 
-SHARED = ("report", "data", "export")  # write to the user's path with the user's umask; others privately
+SHARED = ("report", "data", "export")  # write with the user's umask; all other verbs write private files
 
 BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 
@@ -35,7 +35,7 @@ app = typer.Typer(
 
 
 def _group(name: str, help: str, **verbs: Callable[..., int]) -> None:
-    """Register two-word verbs: `bert-dp NAME VERB`."""
+    """Register the two-word verbs `bert-dp NAME VERB` of a group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help)
     for verb, function in verbs.items():
         group.command(verb)(function)
@@ -92,40 +92,38 @@ app.add_typer(_plans, name="plan")
 _group("tune", "Find the micro batch and the learning rate.", batch=tuning.tune_batch, lr=tuning.tune_lr)
 
 
-def _leave(number: int, frame: object) -> None:
-    """Exit with 128 + n; a second signal does not interrupt the removal of unfinished output."""
+def _exit_on_signal(number: int, frame: object) -> None:
+    """Exit with 128 + `number`; ignore later signals, so that unfinished output is always removed."""
     for later in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(later, lambda *_: None)
     sys.exit(128 + number)
 
 
 def main() -> None:
-    """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
-    os.environ["PYTHONSAFEPATH"] = "1"  # child processes import nothing from the current directory
+    """Run the command line and exit with 0 (success), 1 (failure), 2 (bad input) or 128 + signal number."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # so that child processes import nothing from the working directory
     faulthandler.enable(file=2)
     for number in files.honoured((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_on_signal)
     sys.exit(exit_code(lambda: app(prog_name="bert-dp", standalone_mode=False)))
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a typer command line and return its exit code.
-
-    A failure is printed as one line on stderr, an unexpected exception with its traceback.
-    """
+    """Run a typer command line and return its exit code. Prints each problem as one line on stderr, and an
+    unexpected exception with its traceback."""
     code = 0
     try:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
-            # no file could store it
+            # because a UTF-8 file could not store the argument
             raise ConfigError([Issue("", "wrong_type", f"argument {a!a} is not UTF-8") for a in not_utf8])
         code = command() or 0
-        sys.stdout.flush()  # here, not when the interpreter exits: the reader may have gone
+        sys.stdout.flush()  # so that a closed pipe is detected here, not at interpreter exit
         return code
-    except (BrokenPipeError, SystemExit) as end:  # click turns the first into the second, with code 1
+    except (BrokenPipeError, SystemExit) as end:  # click turns a BrokenPipeError into SystemExit(1)
         broken = end.__context__ if isinstance(end, SystemExit) and end.code == 1 else end
         if not isinstance(broken, BrokenPipeError):
             raise
-        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the work may have been cut short
+        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may not have finished
             print_error(f"error: {broken.strerror}")
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -145,7 +143,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         print_error(f"error: {error}")
         return 1
     except MemoryError:
-        print_error("error: out of memory; free some, or raise `ulimit -v`")
+        print_error("error: out of memory; free some memory, or raise `ulimit -v`")
         return 1
     except OSError as error:
         path = f"{error.filename}: " if error.filename else ""
@@ -160,14 +158,14 @@ def exit_code(command: Callable[[], int | None]) -> int:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe or a socket whose other end is closed."""
+    """Return True if a stream is a pipe or a socket whose other end is closed."""
     poller = select.poll()
     poller.register(stream, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
 def _usage_error(error: Any) -> str:
-    """Format typer's message as one line, option first; return the help of a group without a verb."""
+    """Format a usage error as one line, option first; for a group without a verb, return the group's help."""
     shown = io.StringIO()
     error.show(shown)
     if "Error: " not in shown.getvalue():

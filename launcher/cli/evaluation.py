@@ -16,9 +16,9 @@ def eval_glue(
     words: opt.Settings = None,
     data: opt.GlueData = None,
     tasks: Annotated[
-        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks; default: all with files in --data.")
+        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks; default: every task with files in --data.")
     ] = (),
-    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the median is its score.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is the median.")] = 5,
     init: opt.Init = "checkpoint",
     nproc: Annotated[int, Option(min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
@@ -27,9 +27,10 @@ def eval_glue(
     json: opt.Json = False,
     set_: opt.Set = None,
 ) -> int:
-    """Finetune on every GLUE task with several seeds and report scores.
+    """Finetune on GLUE tasks with several seeds and report the scores.
 
-    Scores are medians on the dev set, next to the score of a constant answer. Writes glue.json and a page.
+    Each score is the median over the seeds, on the dev set; the score of a constant answer is shown next to
+    it. Writes glue.json and an HTML page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
@@ -44,9 +45,9 @@ def eval_glue(
 def eval_mlm(
     run: opt.Run,
     texts: Annotated[
-        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Further runs before them are compared.")
+        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs given before the texts are compared.")
     ],
-    documents: Annotated[str, Option(help="End of a document in plain text: line or blank_line.")] = "line",
+    documents: Annotated[str, Option(help="Document separator in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
     precision: opt.Precision = "auto",
@@ -54,8 +55,8 @@ def eval_mlm(
 ) -> int:
     """Measure the held-out loss of a run on any text, or compare several runs.
 
-    Shows the loss per token, and that of whole words in bits per byte, comparable across vocabularies.
-    Intervals are over documents.
+    Shows the loss per token, and the loss of whole words in bits per byte, which is comparable across
+    vocabularies. The intervals reflect the variation between documents.
     """
     from launcher.evaluate import text_loss
 
@@ -66,18 +67,18 @@ def eval_mlm(
 def predict(
     run: opt.Run,
     file: Annotated[
-        str, Argument(metavar="FILE", help="Lines, a table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
+        str, Argument(metavar="FILE", help="File of lines, table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
     ],
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
     ] = None,
-    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Second text column of pairs.")] = None,
+    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of the second text.")] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
     precision: opt.Precision = "auto",
 ) -> None:
     """Write predictions for a file, one JSON line per example.
 
-    A finetuned run gives labels with probabilities, or a score; a pretrained run gives encodings.
+    A finetuned run predicts labels with their probabilities, or a score; a pretrained run outputs encodings.
     """
     from bert_dp.evaluation.prediction import predict_file
 
@@ -91,10 +92,10 @@ def _export(form: ExportFormat, run: Path, out: Path, encoder: bool, precision: 
 
 
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:
-    """Export for transformers.
+    """Export to a directory that transformers can load.
 
-    The directory loads without our code, as ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT,
-    depending on the run's positions and norms. It includes the tokenizer and a model card.
+    The model loads without bert-dp's code, as ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT,
+    depending on the run's positions and norms. The directory also contains the tokenizer and a model card.
     """
     return _export("hf", run, out, encoder, "fp32")
 
@@ -103,9 +104,9 @@ def export_onnx(
     run: opt.Run,
     out: opt.ExportOut,
     encoder: opt.WithoutHead = False,
-    int8: Annotated[bool, Option("--int8", help="Quantize the weights dynamically.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Quantize to int8 with dynamic quantization.")] = False,
 ) -> int:
-    """Export model.onnx, for any batch size and any length up to the run's."""
+    """Export model.onnx, for any batch size and any sequence length up to the run's."""
     return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
 
 
@@ -115,23 +116,23 @@ def export_aoti(
     encoder: opt.WithoutHead = False,
     bf16: Annotated[bool, Option("--bf16", help="Use bf16 weights and matrix products.")] = False,
 ) -> int:
-    """Export model.pt2 for Python or C++, compiled by AOTInductor for this kind of processor."""
+    """Export model.pt2, which AOTInductor compiles for this kind of processor; Python and C++ can load it."""
     return _export("aoti", run, out, encoder, "bf16" if bf16 else "fp32")
 
 
 def export_check(
     directory: Annotated[
-        Path, Argument(metavar="DIR", show_default=False, help="Output of `bert-dp export`.")
+        Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Its run; default: by name here, in runs/ or beside DIR.")
+        Path | None, Option(metavar="RUN", help="Exported run; default: found in ., runs/ or next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:
     """Compare an exported directory with its run.
 
-    Runs batches of several sizes and lengths through both; the directory is loaded in a process without our
-    code. Exit code 1 if the results differ.
+    Batches of several sizes and lengths are run through both models. The exported model is loaded in a
+    process without bert-dp's code. The exit code is 1 if the results differ.
     """
     from launcher.evaluate import export
 

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and the parsers of option values."""
+"""Define the options that several verbs share, and the parsers of option values."""
 
 import importlib.util
 import re
@@ -18,20 +18,20 @@ from launcher.log import console as console
 from launcher.run.starters import launcher_problem
 
 MAX_GPUS = 1_000_000
-TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
+TEXTS = "Files, directories or globs (text, JSONL, Parquet; .gz, .xz, .zst), hub:NAME, or builtin."
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Create an option converted by `parse` (raises BadParameter). `names`: default: the parameter's."""
+    """Create an option converted by `parse`, which raises BadParameter. `names` replace the default name."""
 
     def value_of(text: Any) -> Any:
-        return parse(text) if isinstance(text, str) else text  # a default is already a value
+        return parse(text) if isinstance(text, str) else text  # a default is already converted
 
     return Option(*names, parser=value_of, metavar=metavar, show_default=False, help=help)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse `1,2,4` or `1..1024` (doubling, the end included)."""
+    """Parse a list like `1,2,4` or a range like `1..1024`, which doubles up to and including its end."""
     problem = f"{text!r} is not a list like 1,2,4 or a range like 1..1024 of numbers up to {MAX_GPUS:,}"
     if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
         raise BadParameter(problem)
@@ -47,7 +47,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Split at commas and drop repeated words."""
+    """Split a list at commas and drop repeated names."""
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if not all(found):
         raise BadParameter(f"{text!r} is not a comma-separated list of names")
@@ -55,7 +55,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def engines(text: str) -> tuple[str, ...]:
-    """Parse engine names; `deepspeed` means `deepspeed-1`."""
+    """Parse the names of installed engines; `deepspeed` means `deepspeed-1`."""
     known = benchmark_names()
     names = [f"{name}-1" if f"{name}-1" in known else name for name in words(text)]
     if unknown := [name for name in names if name not in known]:
@@ -67,7 +67,7 @@ def engines(text: str) -> tuple[str, ...]:
 
 
 def loggers(text: str) -> tuple[str, ...]:
-    """Parse names of installed logging services."""
+    """Parse the names of installed logging services."""
     names = words(text)
     if issues := logger_issues(names, ""):
         raise BadParameter("; ".join(map(str, issues)))
@@ -75,7 +75,7 @@ def loggers(text: str) -> tuple[str, ...]:
 
 
 def seconds(text: str) -> float:
-    """Parse a duration above 0."""
+    """Parse a duration above 0; return seconds."""
     try:
         value = 0.0 if re.match(r"\s*(-|0+\s*$)", text) else parse_duration(text)
     except ValueError as error:
@@ -86,12 +86,12 @@ def seconds(text: str) -> float:
 
 
 def hours(text: str) -> float:
-    """Parse a number of hours or a duration, into hours."""
+    """Parse a number of hours, or a duration such as 90m; return hours."""
     return seconds(f"{text}h" if text.strip().replace(".", "", 1).isdecimal() else text) / 3600
 
 
 def program(text: str) -> tuple[str, ...]:
-    """Split a command into words as a shell would; its program must exist."""
+    """Split a command into words as a shell would, and check that its program exists."""
     try:
         found = shlex.split(text)
     except ValueError as error:
@@ -116,36 +116,38 @@ Words = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    Argument(metavar="SETTING=VALUE", show_default=False, help="Overrides for the recipe in configs/."),
+    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings that override the verb's recipe."),
 ]
 Set = Annotated[
     list[str] | None, Option("--set", metavar="a.b=v", help="Another way to write SETTING=VALUE; repeatable.")
 ]
 Run = Annotated[
     Path,
-    Argument(metavar="RUN", show_default=False, help="Run directory (its newest checkpoint) or checkpoint."),
+    Argument(metavar="RUN", show_default=False, help="Checkpoint, or run (its newest checkpoint is used)."),
 ]
-Nproc = Annotated[str, Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")]
+Nproc = Annotated[str, Option(help="Number of ranks; auto: one per GPU, or 2 on a CPU.")]
 Launcher = Annotated[
-    str, parsed(launcher, "NAME", "Launcher of the ranks: torchrun (default), accelerate or deepspeed.")
+    str, parsed(launcher, "NAME", "Program that starts the ranks: torchrun (default), accelerate, deepspeed.")
 ]
 Tensor = Annotated[Sequence[int], parsed(counts, "N,...", "Tensor-parallel sizes; default: 1.")]
 RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
-Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or run.")]
+Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or run to resume.")]
 MaxRestarts = Annotated[
     int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
 ]
 Nnodes = Annotated[int | None, Option(min=1, metavar="N", help="Number of nodes; run this command on each.")]
-NodeRank = Annotated[int | None, Option(metavar="K", help="Number of this node, from 0.")]
+NodeRank = Annotated[int | None, Option(metavar="K", help="Rank of this node, from 0.")]
 Rendezvous = Annotated[str | None, Option(metavar="HOST:PORT", help="Address of node 0.")]
 Interface = Annotated[
     str | None, Option(metavar="IF", help="Network interface; default: the one that routes to HOST.")
 ]
-Force = Annotated[bool, Option("--force", help="Start even if the estimated memory does not fit.")]
+Force = Annotated[bool, Option("--force", help="Start even if the run is estimated not to fit in memory.")]
 GlueTask = Annotated[str | None, Option("--task", metavar="NAME", help="GLUE task; needs --data.")]
 GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with the GLUE files; repeatable.")]
-TrainFile = Annotated[str | None, Option(metavar="FILE", help="CSV, TSV, JSONL, Parquet or hub:NAME.")]
-DevFile = Annotated[str | None, Option(metavar="FILE", help="Examples to score.")]
+TrainFile = Annotated[
+    str | None, Option(metavar="FILE", help="Training examples (CSV, TSV, JSONL, Parquet, hub:NAME).")
+]
+DevFile = Annotated[str | None, Option(metavar="FILE", help="Dev set, used to compute the scores.")]
 TextColumn = Annotated[str | None, Option(metavar="COLUMN", help="Text column; default: text.")]
 PairColumn = Annotated[
     str | None, Option(metavar="COLUMN", help="Column of the second text; default: text_pair.")
@@ -156,33 +158,31 @@ LabelKinds = Annotated[
     Option(help="Kind of label; default: single_label."),
 ]
 Init = Annotated[
-    Literal["checkpoint", "random"], Option(help="random: the baseline without pretrained weights.")
+    Literal["checkpoint", "random"], Option(help="Initial weights; random: baseline without pretraining.")
 ]
-Format = Annotated[str, Option(help="Format of all files: text, jsonl or parquet; auto: by suffix.")]
-TextKey = Annotated[str, Option(help="Field of a JSON record or Parquet column with the text; nested: a.b.")]
+Format = Annotated[str, Option(help="Format of all files: text, jsonl, parquet, or auto (by suffix).")]
+TextKey = Annotated[str, Option(help="JSON field or Parquet column with the text; a.b if nested.")]
 Precision = Annotated[
     Literal["auto", "fp32", "bf16"],
-    Option(help="fp32: the weights' precision; bf16: autocast; auto: bf16 on a GPU that supports it."),
+    Option(help="fp32: no autocast; bf16: autocast; auto: bf16 if the GPU supports it, else fp32."),
 ]
 Out = Annotated[
-    Path | None, Option(help="Output directory; reuse one to resume. Default: in scaling/, tune/ or eval/.")
+    Path | None, Option(help="Output directory, new or to resume; default: in scaling/, tune/ or eval/.")
 ]
-ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; new or empty.")]
+ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
-DryRun = Annotated[bool, Option("--dry-run", help="Check everything, print the plan, start nothing.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check everything and print the plan, but start nothing.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 def measuring(out: Path | None, dry_run: bool, json: bool) -> VerbOptions:
-    """Bundle the options of a measuring verb."""
+    """Combine the options that all measuring verbs have."""
     return VerbOptions(out, dry_run, json, console())
 
 
 def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Split a verb's arguments into configuration and settings, and append the settings of --set.
-
-    Raises ConfigError.
-    """
+    """Split a verb's arguments into the configuration and the settings, and append the settings of --set.
+    Raises ConfigError if there are two configurations."""
     names = [word for word in words or [] if "=" not in word]
     if len(names) > 1:
         message = f"{' and '.join(names)} are two configurations"
@@ -192,7 +192,7 @@ def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) ->
 
 
 def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | None) -> list[str]:
-    """Return the settings of a verb with a RUN in place of a configuration. Raises ConfigError."""
+    """Return the settings of a verb that takes RUN. Raises ConfigError if a configuration is given too."""
     name, settings = split_words(words, overrides)
     if name is not None:
         raise ConfigError([Issue(name, "wrong_type", "expected a setting a.b=value after RUN")])

@@ -16,15 +16,15 @@ OUT = Path("planned.yaml")
 
 def plan(
     context: typer.Context,
-    hours: Annotated[float | None, opt.parsed(opt.hours, "TIME", "Budget in hours, or 90m, 2d.")] = None,
+    hours: Annotated[float | None, opt.parsed(opt.hours, "TIME", "Time budget: 24 (hours), 90m, 2d.")] = None,
     dollars: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in dollars.")] = None,
     kwh: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in kWh.")] = None,
     gpu: Annotated[
-        str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier or --from.")
+        str | None, Option(help="GPU, such as H100-SXM-80G; default: the device of --frontier or --from.")
     ] = None,
-    gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Devices on one node.")] = 1,
+    gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Number of devices on one node.")] = 1,
     config: Annotated[
-        str, Option(help="Configuration with tokenizer, data, batch, optimizer and model kind.")
+        str, Option(help="Configuration of the tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
     frontier: Annotated[Path | None, Option(help="frontier.json from `bert-dp plan fit`.")] = None,
     from_: Annotated[
@@ -32,20 +32,20 @@ def plan(
         Option("--from", help="Run directory or scaling.json with the measured speed of --config."),
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None, Option(min=0.1, max=1e6, help="Ratio to use without a frontier.")
+        float | None, Option(min=0.1, max=1e6, help="Training tokens per parameter, instead of --frontier.")
     ] = None,
     keep_model: Annotated[bool, Option("--keep-model", help="Plan the model of --config unchanged.")] = False,
     tokens_available: Annotated[
-        float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute epochs.")
+        float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute the epochs.")
     ] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device hour.")] = None,
-    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device.")] = None,
+    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device in watts.")] = None,
     pue: Annotated[float, Option(min=1, max=10, help="Power of the building / power of the machines.")] = 1.0,
-    grid: Annotated[str | None, Option(help="Region of plan/grid.yaml for CO2: world, France, ...")] = None,
+    grid: Annotated[str | None, Option(help="Region in plan/grid.yaml for CO2: world, France, ...")] = None,
     g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
-    out: Annotated[Path, Option(help="Configuration to write; default: planned.yaml.")] = OUT,
-    page: Annotated[Path | None, Option(help="HTML page to write: a calculator with sliders.")] = None,
+    out: Annotated[Path, Option(help="Configuration to write.")] = OUT,
+    page: Annotated[Path | None, Option(help="HTML page to write, a calculator with sliders.")] = None,
     json: opt.Json = False,
 ) -> int:
     """Plan the model, tokens and loss for a budget."""
@@ -70,12 +70,12 @@ def plan_fit(
         list[Path] | None, typer.Argument(help="Directories of completed pretraining runs.")
     ] = None,
     table: Annotated[
-        Path | None, Option(help="CSV with budget_flops, parameters, loss, and optionally tokens.")
+        Path | None, Option(help="CSV file of budget_flops, parameters, loss and, optionally, tokens.")
     ] = None,
     out: Annotated[Path, Option(help="File to write.")] = Path("frontier.json"),
     json: opt.Json = False,
 ) -> int:
-    """Fit the loss as a function of parameters and tokens to completed runs."""
+    """Fit a scaling law of the loss to completed runs."""
     from launcher import results
     from launcher.plan import budget, fit
     from launcher.report.page import show_result
@@ -92,20 +92,24 @@ def plan_fit(
 
 def plan_scaling(
     nproc: Annotated[
-        Sequence[int], opt.parsed(opt.counts, "N,...", "1,2,4,8 or 1..1024 (doubling); default: 1..8.")
+        Sequence[int], opt.parsed(opt.counts, "N,...", "GPU counts: 1,2,4,8 (default) or 1..64 (doubling).")
     ] = (1, 2, 4, 8),
-    from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
-    model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
+    from_: Annotated[Path | None, Option("--from", help="scaling.json from `bert-dp scale`.")] = None,
+    model: Annotated[str | None, Option(help="Model: bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
-        float | None, Option(min=1e-3, help="Sequences/s on one GPU; instead of --from.")
+        float | None, Option(min=1e-3, help="Sequences/s measured on one GPU, instead of --from.")
     ] = None,
-    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
-    gpu: Annotated[str | None, Option(help="GPU of --seq-per-s, for optimizer time: A100-80G, ...")] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch used for --seq-per-s.")] = None,
+    gpu: Annotated[
+        str | None, Option(help="GPU of --seq-per-s, to estimate the optimizer's time: A100-80G, ...")
+    ] = None,
     link: Annotated[
-        str | None, Option(help="Link in a node: nvlink4, pcie4, ...; default: measured.")
+        str | None, Option(help="Link within a node: nvlink4, pcie4, ...; default: as measured.")
     ] = None,
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
-    gpus_per_node: Annotated[int | None, Option(min=1, help="Default: 8; with a measured link: all.")] = None,
+    gpus_per_node: Annotated[
+        int | None, Option(min=1, help="GPUs per node; default: 8, or all if the link is measured.")
+    ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",
     tensor: opt.Tensor = (1,),
@@ -114,7 +118,7 @@ def plan_scaling(
     ] = (),
     json: opt.Json = False,
 ) -> int:
-    """Predict the step time and efficiency of N GPUs from one GPU's profile."""
+    """Predict the step time and efficiency of N GPUs from the profile of one GPU."""
     from launcher.plan import scaling
     from launcher.report.page import show_result
 

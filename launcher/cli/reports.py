@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def report(
     run_dirs: Annotated[
-        list[Path], Argument(help="Runs or GLUE evaluations to compare, a benchmark or a search.")
+        list[Path], Argument(help="One or more runs or GLUE evaluations, or one benchmark or search.")
     ],
     out: Annotated[Path | None, Option(help="HTML file; default: DIR/report.html.")] = None,
     json: Annotated[bool, Option("--json", help="Print JSON; write no page.")] = False,
@@ -33,7 +33,7 @@ def report(
         opt.parsed(opt.loggers, "NAME,...", "Send the runs to wandb, mlflow, tensorboard or trackio."),
     ] = (),
 ) -> int:
-    """Write the page of a run, a comparison, a benchmark, a search or an evaluation."""
+    """Write the HTML page of a run, a comparison, a benchmark, a search or an evaluation."""
     from bert_dp.files import PAGE
     from launcher.report import html
     from launcher.report.page import show_end, show_report
@@ -61,10 +61,8 @@ def report(
 
 
 def report_of(run_dirs: Sequence[Path]) -> Report:
-    """Build the report of directories from their result files.
-
-    Raises ConfigError if one contains no result, or if they cannot be compared.
-    """
+    """Build the report on one or more directories from their result files. Raises ConfigError if a directory
+    contains no result, or if the directories cannot be compared."""
     from launcher import evaluate, results, tune
     from launcher.evaluate.glue_scores import Glue, compare_report, glue_report
     from launcher.report.run_page import of_directories
@@ -77,10 +75,10 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
         scale_page.FILE: lambda path: scale_page.scale_page(results.read(path, Scaling), path.parent),
         tune.FILE: tune_page,
     }
-    held = {path: next((name for name in pages if (path / name).exists()), None) for path in run_dirs}
-    first, (kind, *others) = run_dirs[0], dict.fromkeys(held.values())
+    kinds = {path: next((name for name in pages if (path / name).exists()), None) for path in run_dirs}
+    first, (kind, *others) = run_dirs[0], dict.fromkeys(kinds.values())
     if others:
-        names = ", ".join(f"{path} ({name or 'no result'})" for path, name in held.items())
+        names = ", ".join(f"{path} ({name or 'no result file'})" for path, name in kinds.items())
         message = f"only runs or GLUE evaluations can be compared: {names}"
         raise ConfigError([Issue("RUN_DIRS", "conflict", message)])
     if kind is None:
@@ -95,7 +93,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
 
 
 def _no_run(setting: str, path: Path) -> Issue:
-    """Create the issue for a path that is not a run directory, with runs in it as the hint."""
+    """Return the issue for a path that is not a run directory. The hint lists runs inside the path."""
     runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
     hint = f"choose a run in it: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
@@ -142,7 +140,7 @@ def checkpoints(
 ) -> int:
     """Verify the checkpoints of a run by their hashes.
 
-    Exit code 1 if one is damaged.
+    The exit code is 1 if a checkpoint is damaged.
     """
     from launcher.report.page import show_result
     from launcher.run.trials import heldout_losses
@@ -159,11 +157,11 @@ def checkpoints(
 
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Verify one checkpoint; `problem` is null if it is intact. `losses`: held-out loss by step."""
+    """Verify a checkpoint; return its facts. `problem`: null if intact. `losses`: held-out loss by step."""
     from bert_dp.training import checkpoint
 
     facts, num_bytes = None, None
-    with contextlib.suppress(OSError, ValueError):  # an active run may remove it meanwhile
+    with contextlib.suppress(OSError, ValueError):  # an active run may remove the checkpoint at any time
         num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         facts = files.read_checkpoint_facts(path)
     return {
@@ -177,15 +175,15 @@ def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
 
 
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
-    """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
+    """Build the report on a run's checkpoints, with one verdict per damaged checkpoint."""
     from launcher.report.formats import count_of
     from launcher.report.page import Quantity, Report, ReportSection, Verdict, table
 
-    advice = ["Remove it; a run resumes from the newest intact checkpoint."]
+    advice = ["Remove the checkpoint; a run resumes from the newest intact one."]
     damaged = [
         Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
     ]
-    sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file matches its hash")
+    sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}; every file matches its hash")
     quantities: list[Quantity] = [
         Quantity("step", "step", "count"),
         Quantity("samples", "samples", "count"),
@@ -200,8 +198,8 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
 
 
 def doctor(
-    run_dir: Annotated[Path | None, Option(help="Directory for runs; default: here.")] = None,
-    data: Annotated[Path | None, Option(help="With several nodes: shards present on all of them.")] = None,
+    run_dir: Annotated[Path | None, Option(help="Directory for runs; default: the current one.")] = None,
+    data: Annotated[Path | None, Option(help="With several nodes: shards that every node must have.")] = None,
     nnodes: opt.Nnodes = None,
     node_rank: opt.NodeRank = None,
     rendezvous: opt.Rendezvous = None,
@@ -211,8 +209,8 @@ def doctor(
     """Check this machine before a run.
 
     Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
-    all-reduce, in less than 30 s. With several nodes, node 0 also compares their versions, data, view of
-    --run-dir and clocks, and measures the link to each node. Exit code 1 if a run would fail.
+    all-reduce in less than 30 s. With several nodes, node 0 also compares the nodes' versions, data, clocks
+    and view of --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_result

@@ -26,7 +26,7 @@ def train(
     resume: opt.Resume = "auto",
     max_restarts: opt.MaxRestarts = 0,
     elastic: Annotated[
-        bool, Option("--elastic", help="Restart with fewer ranks if one was killed or lost its GPU.")
+        bool, Option("--elastic", help="Restart with fewer ranks if a rank was killed or lost its GPU.")
     ] = False,
     after_save: Annotated[
         Sequence[str],
@@ -35,14 +35,14 @@ def train(
     dry_run: opt.DryRun = False,
     gpu: Annotated[
         str | None,
-        Option(help="With --dry-run: assume --nproc GPUs (auto: one) of this kind: H100-SXM-80G, ..."),
+        Option(help="With --dry-run: assume --nproc (auto: one) GPUs of this type, such as H100-SXM-80G."),
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
         bool, Option("--allow-code", help="Run the Python files given by `task` and `optim.name`.")
     ] = False,
     profile: Annotated[
-        str | None, Option(metavar="FIRST:END", help="Steps to profile; 10:13 means 10, 11 and 12.")
+        str | None, Option(metavar="FIRST:END", help="Steps to profile; 10:13 means steps 10, 11 and 12.")
     ] = None,
     profile_ranks: Annotated[
         str | None, Option(metavar="N,...", help="Ranks to profile; default: 0.")
@@ -52,10 +52,10 @@ def train(
     rendezvous: opt.Rendezvous = None,
     interface: opt.Interface = None,
 ) -> int:
-    """Pretrain, by default for two minutes on built-in text.
+    """Pretrain a model.
 
-    For several nodes, --nnodes, --node-rank and --rendezvous default to the variables of Slurm, Kubeflow and
-    SkyPilot.
+    By default, training takes two minutes and uses the built-in text. On several nodes, --nnodes, --node-rank
+    and --rendezvous default to the environment variables of Slurm, Kubeflow or SkyPilot.
     """
     from launcher import job
     from launcher.run import train
@@ -73,13 +73,13 @@ def train(
     if profile_ranks is not None and profile is None:
         issues.append(Issue("--profile-ranks", "no_effect", "has no effect without --profile FIRST:END"))
     if gpu is not None and not dry_run:
-        message = "has no effect without --dry-run: it assumes GPUs of another machine"
+        message = "has no effect without --dry-run, because it assumes another machine's GPUs"
         issues.append(Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run"))
     if issues:
         raise ConfigError(issues)
     profiled = None if profile is None else parse_profile(profile, profile_ranks or "0")
-    how = (nproc, run_dir, resume, dry_run, launcher, max_restarts, elastic, force, profiled, place)
-    options, overrides = RunOptions(*how, after_save), settings
+    common = (nproc, run_dir, resume, dry_run, launcher, max_restarts, elastic, force, profiled, place)
+    options, overrides = RunOptions(*common, after_save), settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
         if place is not None:
             message, hint = "auto is supported on one node only", "run `bert-dp tune batch` first"
@@ -89,30 +89,30 @@ def train(
         overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-        if not dry_run:  # a measured micro batch needs no estimate
+        if not dry_run:  # the micro batch was measured, so no estimate is needed
             options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
-        from launcher.plan import dry_run as absent
+        from launcher.plan import dry_run as gpu_plan
 
-        loaded = absent.on_gpus(loaded, gpu, nproc)
+        loaded = gpu_plan.on_gpus(loaded, gpu, nproc)
     code = train.train(loaded, options, opt.console())
     if gpu is not None and code == 0:
-        absent.print_speed(loaded, gpu, opt.console())
+        gpu_plan.print_speed(loaded, gpu, opt.console())
     return code
 
 
 def finetune(
-    run: Annotated[Path, Argument(help="Pretrained run, its checkpoint, or hf:DIR.", show_default=False)],
+    run: Annotated[Path, Argument(help="Pretrained run or checkpoint, or hf:DIR.", show_default=False)],
     words: opt.Settings = None,
     task: opt.GlueTask = None,
     data: opt.GlueData = None,
     train: opt.TrainFile = None,
     dev: opt.DevFile = None,
-    test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict.")] = None,
+    test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict labels for.")] = None,
     dev_fraction: Annotated[
         float | None,
-        Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train to use as dev set."),
+        Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train to use as the dev set."),
     ] = None,
     seeds: Annotated[int, Option(min=1, max=100, help="Number of runs, each with a different seed.")] = 1,
     text: opt.TextColumn = None,
@@ -131,8 +131,8 @@ def finetune(
 ) -> int:
     """Train a classifier or regressor from a pretrained run.
 
-    The training loop is that of `train`: N ranks train the same model as one rank. The last line shows the
-    scores; RUN/predictions.jsonl contains the prediction for each example.
+    Uses the training loop of `train`: N ranks train the same model as one rank. The last line of the output
+    shows the scores; predictions.jsonl in the run directory contains the prediction for each example.
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
@@ -166,21 +166,15 @@ def distill(
         Argument(
             metavar="TEACHER",
             show_default=False,
-            help="Finetuned run; with --teacher-logits any run, for its tokenizer.",
+            help="Finetuned run. With --teacher-logits: any run; only its tokenizer is used.",
         ),
     ],
     words: Annotated[
         list[str] | None,
-        Argument(
-            metavar="SETTING=VALUE", show_default=False, help="Settings that override configs/distill.yaml."
-        ),
+        Argument(metavar="SETTING=VALUE", show_default=False, help="Overrides for configs/distill.yaml."),
     ] = None,
     student: Annotated[
-        str,
-        Option(
-            metavar="bilstm|CONFIG|RUN",
-            help="A BiLSTM, the model of a configuration, or a pretrained run with its weights.",
-        ),
+        str, Option(metavar="bilstm|CONFIG|RUN", help="BiLSTM, model of CONFIG, or model and weights of RUN.")
     ] = "bilstm",
     task: opt.GlueTask = None,
     data: opt.GlueData = None,
@@ -192,15 +186,15 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL with text, text_pair (for pairs) and logits, from any model."),
+        Option(metavar="FILE", help="JSONL file with text, text_pair for pairs, and logits of any model."),
     ] = None,
     copies: Annotated[
         int | None,
-        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20, for pairs 10."),
+        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20; for pairs: 10."),
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
-        Option(help="Replacement words: of the same part of speech (pos) or from a language model (mlm)."),
+        Option(help="Source of replacement words: same part of speech (pos) or language model (mlm)."),
     ] = "pos",
     embeddings: Annotated[
         str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: word vectors.")
@@ -212,8 +206,8 @@ def distill(
 ) -> int:
     """Train a small student on the logits of a finetuned run.
 
-    The teacher labels the training examples and augmented copies of them once; then the student is trained
-    in the loop of `train`.
+    The teacher computes its logits once, for the training examples and augmented copies of them. The
+    student is then trained on the logits with the training loop of `train`.
     """
     from launcher.evaluate import distill as distilling
     from launcher.evaluate import finetune as finetuning
@@ -246,18 +240,18 @@ def distill(
 def configs(
     name: Annotated[str | None, Argument(help="Configuration to print, or slurm.sbatch.")] = None,
 ) -> int:
-    """List the shipped configurations, their export classes and the Slurm script, or print one."""
+    """List the shipped configurations with their transformers classes, and the Slurm script, or print one."""
     scripts = {path.name: path for path in shipped_configs().glob("*.sbatch")}
     if name is not None:
         typer.echo((scripts.get(name) or find_config(name)).read_text(), nl=False)
         return 0
-    typer.echo(f"{'configuration':<18} {'transformers':<20} what it trains")
+    typer.echo(f"{'configuration':<18} {'transformers':<20} description")
     for path in sorted(shipped_configs().glob("*.yaml")):
         summary = path.read_text().partition("\n")[0].removeprefix("# ")
         config = load_config(path, ["data.path=shards", "run.init_from=null", "batch.micro_size=1"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
         if config.has_examples or hf_directory(read_yaml(path).get("run", {}).get("init_from")):
-            name = "as its source"  # of the run or hf:DIR to start from
+            name = "same as source"  # the class of the run or hf:DIR that training starts from
         typer.echo(f"{path.stem:<18} {name:<20} {summary}")
     for name, path in scripts.items():
         typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")
@@ -277,18 +271,18 @@ def data_build(
     text_key: opt.TextKey = "text",
     set_: opt.Set = None,
     processes: Annotated[
-        int | None, Option(min=1, max=4096, help="Tokenizing processes; default: up to one per core.")
+        int | None, Option(min=1, max=4096, help="Tokenizing processes; default: at most one per core.")
     ] = None,
     force: Annotated[bool, Option("--force", help="Replace the contents of OUT.")] = False,
 ) -> int:
     """Build token shards from text.
 
-    Steps: filter, deduplicate, train a tokenizer, tokenize and pack. A manifest contains the hash of each
-    shard. Settings: data.build.*.
+    Filters and deduplicates the text, trains a tokenizer, tokenizes the text and packs the tokens into
+    shards. A manifest records the hash of each shard. The settings data.build.* control each step.
     """
     from launcher import datasets
 
-    # a path may also contain =, as in data/lang=en/
+    # match the whole name, because a path may also contain =, as in data/lang=en/
     settings = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
     options = [f"data.build.source_format={format}", f"data.build.text_field={jsonlib.dumps(text_key)}"]
     return datasets.build(
@@ -308,7 +302,7 @@ def data_inspect(
     directory: Annotated[Path, Argument(help="Directory written by `bert-dp data build`.")],
     json: opt.Json = False,
 ) -> int:
-    """Verify the hashes of shards; show their counts, entropies and samples."""
+    """Verify the hashes of shards, and show their counts, entropies and samples."""
     from launcher import datasets
 
     return datasets.inspect(directory, as_json=json, console=opt.console())

@@ -18,7 +18,8 @@ def scale(
         2,
     ),
     mode: Annotated[
-        Literal["weak", "strong", "both"], Option(help="Keep the batch per rank (weak) or globally (strong).")
+        Literal["weak", "strong", "both"],
+        Option(help="Keep the batch per rank (weak) or the global batch (strong) constant."),
     ] = "weak",
     engine: Annotated[
         Sequence[str],
@@ -26,7 +27,7 @@ def scale(
     ] = ("ddp",),
     tensor: opt.Tensor = (1,),
     launcher: opt.Launcher = "torchrun",
-    repeats: Annotated[int, Option(min=1, max=1000, help="Runs per cell, in random order.")] = 3,
+    repeats: Annotated[int, Option(min=1, max=1000, help="Runs per cell of the grid, in random order.")] = 3,
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps per run.")] = 50,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps before the timed ones.")] = 20,
     accumulation: Annotated[int | None, Option(min=1, help="Micro batches per step; default: 1.")] = None,
@@ -37,15 +38,15 @@ def scale(
 ) -> int:
     """Measure scaling efficiency with a grid of real runs.
 
-    Controls are added: one rank without a process group (the baseline), ddp on one rank, and, for every N, N
-    independent copies (the ceiling).
+    The grid also contains controls: one rank without a process group (the baseline), ddp on one rank and,
+    for every N, N independent one-rank runs at the same time (the ceiling).
     """
     from launcher.plan.scaling import predict_measured
     from launcher.scale import benchmark, grid
 
     config, overrides = opt.split_words(words, set_)
     if accumulation is not None and mode == "strong":
-        message, hint = "strong scaling derives it from batch.global_size", "use --mode weak"
+        message, hint = "strong scaling derives the accumulation from batch.global_size", "use --mode weak"
         raise ConfigError([Issue("--accumulation", "no_effect", message, accumulation, "--mode", hint)])
     settings = grid.Settings(
         gpus=tuple(sorted(nproc)),
@@ -65,9 +66,9 @@ def tune_batch(
     words: opt.Words = None,
     nproc: Annotated[str, Option(help="Ranks per trial: auto or a number.")] = "auto",
     budget: Annotated[
-        float, opt.parsed(opt.seconds, "TIME", "Time for all trials: 90s, 5m (default), 1h.")
+        float, opt.parsed(opt.seconds, "TIME", "Total time of the trials: 90s, 5m (default), 1h.")
     ] = 300.0,
-    memory: Annotated[float | None, Option(help="GiB per rank; default: the free memory.")] = None,
+    memory: Annotated[float | None, Option(help="GiB per rank to use; default: all free memory.")] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
     out: opt.Out = None,
@@ -76,8 +77,8 @@ def tune_batch(
 ) -> int:
     """Find the micro batch of a rank with real runs.
 
-    The result is the smallest micro batch within 3 % of the best throughput. The global batch is kept by
-    adjusting accumulation. Memory per rank and gradient noise scale are also shown.
+    The result is the smallest micro batch within 3 % of the best throughput. The gradient accumulation is
+    adjusted to keep the global batch. Also measures the memory per rank and the gradient noise scale.
     """
     from launcher.tune import batch as search
 
@@ -88,14 +89,14 @@ def tune_batch(
 
 def tune_lr(
     words: opt.Words = None,
-    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: one replica.")] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: a replica's ranks.")] = None,
     rates: Annotated[int, Option(min=3, max=20, help="Rates in the first rung, a factor of 2 apart.")] = 5,
-    seeds: Annotated[int, Option(min=1, max=100, help="Seeds per finalist.")] = 3,
+    seeds: Annotated[int, Option(min=1, max=100, help="Seeds per rate in the last rung.")] = 3,
     tokens: Annotated[
-        float | None, Option(min=1, help="Tokens of a full run; default: the configuration's.")
+        float | None, Option(min=1, help="Tokens of a whole run; default: as configured.")
     ] = None,
     budget: Annotated[
-        float | None, opt.parsed(opt.seconds, "TIME", "Shorten the runs to fit in 90s, 30m, 2h.")
+        float | None, opt.parsed(opt.seconds, "TIME", "Shorten the runs to fit in this time: 90s, 30m, 2h.")
     ] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
@@ -103,10 +104,11 @@ def tune_lr(
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
-    """Find the learning rate with short complete runs.
+    """Find the learning rate with runs that complete their schedule.
 
-    A range test finds the divergence limit. A ladder of rates is then tried on short runs, and the best are
-    compared on full runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml for `train`.
+    A range test finds the rate at which training diverges. The first rung tries lower rates on short runs.
+    The last rung compares the best rates by the held-out loss of whole runs with several seeds. Writes
+    tune.json, and tuned.yaml for `train`.
     """
     from launcher.plan.dry_run import speed_here
     from launcher.tune import lr as search

@@ -1,6 +1,6 @@
-"""Plan a budget of hours, dollars or energy: model, tokens and loss, with intervals and origins."""
+"""Plan the model, tokens and loss for a budget of hours, dollars or energy, with intervals and origins."""
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import contextlib
 import dataclasses
@@ -28,18 +28,18 @@ from launcher.report.formats import format_count, format_si
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
 
 Unit = Literal["hours", "dollars", "kwh"]
-Origin = Literal["published", "stated"]  # of a cost
+Origin = Literal["published", "stated"]  # origin of a cost
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
-OLD_DAYS = 180  # older prices cause a warning
+OLD_DAYS = 180  # age in days above which a price or CO2 value causes a warning
 WIDE, DEEP = 64, 48  # width / layers of the two shapes; BERT-base and the crammed BERT have 64 and 48
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
-MAX_EPOCHS = 4  # repeats of the data that are worth nearly as much as new text (arXiv 2305.16264)
-MLM_MIN_FLOPS = 2.2e15  # below it, masked LMs leave their power law (arXiv 2305.17266)
-MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget
+MAX_EPOCHS = 4  # epochs up to which repeated data is worth nearly as much as new text (arXiv 2305.16264)
+MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
+MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget above which a plan is unreliable
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
 
-# published answers: best number of parameters for a budget in FLOPs, and the source
+# published answers: the best number of parameters for a budget in FLOPs, and the source of the answer
 PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
     "20 tokens per parameter": (lambda c: math.sqrt(c / 120), "autoregressive LMs, arXiv 2203.15556"),
     "200 tokens": (
@@ -54,16 +54,16 @@ PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
 }
 DISAGREE = (
     "published answers for masked LMs differ by more than a factor of ten, so none is chosen: fit your own "
-    "runs (plan fit), or pass --tokens-per-parameter"
+    "runs (`bert-dp plan fit`), or pass --tokens-per-parameter"
 )
 MANY_EPOCHS = (
-    "{:.1f} epochs: beyond {}, repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
+    "{:.1f} epochs: after {}, repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
     "overfit to it"
 )
 
 
 class PlannedModel(StoredModel):
-    """A model for the budget: near the best size, at half or twice that size, or a published answer."""
+    """A candidate model: as configured, near the best size, half or twice as large, or a published answer."""
 
     name: str
     hidden_size: int
@@ -87,7 +87,7 @@ class BudgetPlan(StoredFile):
     hours: float
     figures: dict[str, PlannedFigure]
     models: list[PlannedModel]
-    is_chosen: bool  # true: the first model is the answer; false: the published answers disagree
+    is_chosen: bool  # true if the first model is the answer, false if the published answers disagree
     warnings: list[str] = []
 
 
@@ -103,7 +103,7 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Hourly costs of one device; None = unknown."""
+    """Hourly costs of one device; None if unknown."""
 
     gpus: int
     price: float | None = None  # dollars
@@ -115,7 +115,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Hours, dollars, kWh and kg of CO2 per hour of all devices; None if a factor is unknown."""
+        """Hours, dollars, kWh and kg of CO2 per hour, for all devices; None if a factor is unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -135,7 +135,7 @@ class Costs:
         return amount / per_hour
 
     def figures(self, hours: float) -> dict[str, PlannedFigure]:
-        """Return hours, dollars, kWh and CO2; null if a factor is unknown."""
+        """Return the hours, dollars, kWh and kg of CO2; a value is None if one of its factors is unknown."""
         found = {}
         for name, rate in self.per_hour.items():
             origin, note = self.notes.get(name, ("stated", ""))
@@ -176,14 +176,14 @@ class BudgetOptions:
         return given[0]
 
     def issues(self, frontier: Frontier | None) -> list[Issue]:
-        """Find unknown, missing and conflicting options."""
+        """Return one issue per unknown, missing or conflicting option."""
         gpus, missing = hardware()["gpus"], self.gpu is None and self.from_ is None
         issues = [
             *unknown_issues("--gpu", self.gpu, gpus),
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "not given, and no frontier has measured speeds of three sizes"
+            message = "not given, and there is no frontier with the measured speeds of three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"
@@ -192,7 +192,7 @@ class BudgetOptions:
             message, hint = "measured only one model, but other sizes would be planned", "add --keep-model"
             issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
         if self.from_ is not None and self.gpu is not None:
-            message, hint = "--from already measured the speed", "pass --price and --watts of its device"
+            message, hint = "--from already gives a measured speed", "pass --price and --watts of its device"
             issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
         if frontier is None:
             return issues
@@ -208,8 +208,8 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function for the speed of a configuration: measured by --from or the frontier's runs, or
-        the GPU's roofline. Raises ConfigError if --from measured something else."""
+        """Return a function that gives the speed of a configuration: as measured by --from or the frontier's
+        runs, or by the roofline of --gpu. Raises ConfigError if --from measured a different configuration."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -222,7 +222,7 @@ class BudgetOptions:
         return lambda config: gpu_speed.measured_rate(size_of(config), rates, source)
 
     def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
-        """Return the costs with the origin of each factor, and warnings about outdated ones."""
+        """Return the costs with the origin of each factor, and a warning for each outdated factor."""
         warnings: list[str] = []
         values = {"dollars": self.price, "kwh": self.watts, "co2_kg": self.g_per_kwh}
         notes: dict[str, tuple[Origin, str]] = {
@@ -245,8 +245,8 @@ class BudgetOptions:
 def plan_budget(
     options: BudgetOptions, out: Path, page: Path | None = None, today: datetime.date | None = None
 ) -> tuple[BudgetPlan, Path | None]:
-    """Plan a budget; write the configuration to `out`, if a size was chosen, and the calculator to `page`.
-    Raises ConfigError."""
+    """Plan a budget. Writes the configuration to `out` if a size was chosen, and the calculator to `page`;
+    returns the plan and the path of the configuration, if written. Raises ConfigError."""
     unit, amount = options.budget()
     base = load_named("--config", options.config)
     frontier = results.read(options.frontier, Frontier) if options.frontier else None
@@ -260,7 +260,7 @@ def plan_budget(
     plan.warnings.extend(warnings)
     if plan.is_chosen:
         config = _configuration(options, base, plan, costs)
-        batch_layout(config, options.gpus)  # raises if the batch does not divide
+        batch_layout(config, options.gpus)  # raises ConfigError if the batch cannot be split among the ranks
         files.write_text(out, dump_config(config))
     if page is not None:
         prices = {name: found.value for name, found in sourced_values(PRICES).items()}
@@ -281,13 +281,13 @@ def folder_issues(option: str, path: Path) -> list[Issue]:
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
-    """Read a file of sourced values. Raises ConfigError for a value without date or source."""
+    """Read a file of sourced values. Raises ConfigError for a value without a date or source."""
     rows = dict(read_yaml(path)).items()
     return {str(name): results.parse(row, SourcedValue, f"{path}: {name}") for name, row in rows}
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size; add learning rate and micro batch to the figures."""
+    """Return the configuration of the chosen size; add learning rate and micro batch to `plan.figures`."""
     shape = plan.models[0].model_dump(include=SHAPE)
     config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
@@ -295,7 +295,7 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
     size = PlannedFigure(value=micro, origin="stated", note="as configured")
     if (gpu := options.gpu) is not None:
         micro = gpu_speed.micro_batch_that_fits(config, options.precision, gpu, options.gpus) or micro
-        size = PlannedFigure(value=micro, origin="fitted", note="largest that fits in 90 % of memory")
+        size = PlannedFigure(value=micro, origin="fitted", note="largest that fits in 90 % of the memory")
     rule = "configured rate x configured width / this width"
     plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
     plan.figures["micro batch"] = size
@@ -327,10 +327,10 @@ def make_plan(
     rate_of: Callable[[Config], Rate],
     fit: Frontier | None = None,
 ) -> BudgetPlan:
-    """Plan a budget. `rate_of`: tokens/s of a configuration; raises ConfigError if it does not fit.
+    """Plan a budget. Without a fit, a ratio or keep_model, the plan contains the published answers.
 
-    Without a law, a ratio or keep_model, the plan contains the published answers. Raises ConfigError for a
-    budget below the need of every size, or above what the largest size can use.
+    `rate_of` returns the tokens/s of a configuration, or raises ConfigError if it does not fit the device.
+    Raises ConfigError if the budget is too small for every size, or larger than the largest size can use.
     """
     unit, amount = options.budget()
     keep_model, ratio = options.keep_model, options.tokens_per_parameter
@@ -346,7 +346,7 @@ def make_plan(
     elif not is_chosen:
         wanted = _published_sizes(sizes, rates, hours)
     else:
-        hours_of = []  # of the training of each size to its best number of tokens
+        hours_of = []  # hours to train each size to its best number of tokens
         for n, each in zip(sizes, rates, strict=True):
             enough = (ratio or 0.0) * n if fit is None else fit.law.best_budget(n) / (6 * n)
             hours_of.append(enough / each.tokens_per_s / 3600)
@@ -370,8 +370,8 @@ def make_plan(
     for name, size in wanted.items():
         shapes = family(base, WIDE) if name == "wide" else configs
         config = shapes[nearest([size_of(each) for each in shapes], size)]
-        with contextlib.suppress(ConfigError):  # an intermediate size may not fit the device
-            # deep and wide are the same shape at two layers
+        with contextlib.suppress(ConfigError):  # a wide model may not fit the device
+            # setdefault, because deep and wide are the same shape at two layers
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
         warnings.append(small(flops))
@@ -398,7 +398,7 @@ def make_plan(
 
 
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
-    """Return copies of `base` with models of ascending width and width / layers near `aspect`."""
+    """Return copies of `base` with models of ascending width, whose width / layers is close to `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
     family = []
     for width in WIDTHS:
@@ -413,7 +413,7 @@ def family(base: Config, aspect: float = DEEP) -> list[Config]:
 
 
 def size_of(config: Config) -> int:
-    """Return the parameters of a configuration's model."""
+    """Return the number of parameters of a configuration's model."""
     return num_parameters(config.model, config.data.sequence_length)
 
 
@@ -425,10 +425,10 @@ def nearest(sizes: Sequence[float], target: float) -> int:
 def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: float) -> float:
     """Return the size whose optimal training takes `hours`.
 
-    sizes: ascending; hours_of: hours of the optimal training of each, interpolated in log-log space. The
-    curve is U-shaped: below a tipping size, a smaller model uses the device less well and takes longer. The
-    solution is on the branch above it. Raises ValueError with the least hours if `hours` is below them, or
-    with the hours of the last size if above.
+    sizes: ascending; hours_of: hours of the optimal training of each size, interpolated in log-log space. The
+    curve is U-shaped, because a model below the tipping size uses the device less efficiently and takes
+    longer; the solution is on the branch above. Raises ValueError with the minimum of `hours_of` if `hours`
+    is smaller, or with the hours of the last size if `hours` is larger.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -440,7 +440,7 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
 
 
 def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: Unit, costs: Costs) -> float:
-    """Call `solve_above_tip`. Raises ConfigError with the smallest or largest budget that can be solved."""
+    """Return the best size. Raises ConfigError, with the smallest or largest feasible budget as the hint."""
     try:
         return solve_above_tip(sizes, hours_of, hours)
     except ValueError as error:
@@ -452,13 +452,14 @@ def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: 
 
 
 def small(flops: float) -> str:
-    """Return the warning about compute below MLM_MIN_FLOPS."""
+    """Return the warning for compute below MLM_MIN_FLOPS."""
     least = format_si(MLM_MIN_FLOPS, "FLOP")
-    return f"{format_si(flops, 'FLOP')}: below {least}, masked LMs leave their power law (arXiv 2305.17266)"
+    return f"{format_si(flops, 'FLOP')}: below {least}, masked LMs follow no power law (arXiv 2305.17266)"
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return a size per published answer: the closest to the answer's best size for its own compute."""
+    """Return one size per published answer: the size closest to the answer's best size for the compute that
+    this size uses in `hours`."""
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():
@@ -484,7 +485,7 @@ def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Fro
 
 
 def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
-    """Return a figure proportional to the speed."""
+    """Return a figure that is proportional to the speed, with the interval of the speed."""
     ends = [value / rate.factor, value * rate.factor]
     return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 
@@ -492,15 +493,15 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Return a value of the law and its interval, `more` added in quadrature, both mapped by `shown`."""
+    """Apply `shown` to a value of the law and to its interval, which `more` widens in quadrature."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
-    ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} own runs"
+    ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} completed runs"
     return PlannedFigure(value=shown(middle), ci95=ends, origin="fitted", note=note)
 
 
 def _fitted_loss(fit: Frontier, value: Callable[[LossLaw], float], flops: float, rate: Rate) -> PlannedFigure:
-    """Return a loss and its interval, widened by the effect of the speed's uncertainty."""
+    """Return a loss and its interval, which the uncertainty of the speed widens."""
     return _fitted(fit, value, abs(fit.law.best_loss(flops / rate.factor) - fit.law.best_loss(flops)))
 
 
@@ -509,11 +510,11 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
     beyond = flops / fit.budgets[-1]
     if beyond > MAX_EXTRAPOLATION:
         warnings.append(
-            f"{beyond:.0f} x the largest fitted budget: beyond {MAX_EXTRAPOLATION:g} x, the plan is a guess"
+            f"{beyond:.0f} x the largest fitted budget: above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
-        warnings.append(f"another law fits the runs nearly as well: best size {sizes} parameters")
+        warnings.append(f"another law fits the runs nearly as well; best size: {sizes} parameters")
     return warnings
 
 
@@ -521,7 +522,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
-    """Return a report with the figures and the models, or the published answers."""
+    """Return a report with the figures and with the models or the published answers."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()
@@ -539,9 +540,9 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
     not_written = (
         [] if written else [Verdict("info", "No size was chosen, so no configuration was written.", [hint])]
     )
-    title = "What the budget buys" if plan.is_chosen else "Published answers, none of them chosen"
+    title = "Models for the budget" if plan.is_chosen else "Published answers, none chosen"
     return Report(
-        "bert-dp: plan of a budget",
+        "bert-dp: budget plan",
         verdicts=[*(Verdict("warn", text) for text in plan.warnings), *not_written],
         sections=[
             ReportSection(
@@ -553,7 +554,7 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
 
 
 def figure_text(name: str, figure: PlannedFigure) -> str:
-    """Format a value with its interval."""
+    """Format the value of a figure with its interval, if any."""
 
     def one(value: float) -> str:
         if name == "compute":

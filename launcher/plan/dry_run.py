@@ -1,4 +1,4 @@
-"""`train --dry-run --gpu`: predict a run on GPUs absent from this machine."""
+"""Predict a run on GPUs that this machine does not have (`train --dry-run --gpu`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")  # in the order in which `precision: auto`
 
 
 def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
-    """Return the job as if on `nproc` GPUs from hardware.yaml (auto: one). Raises ConfigError for an unknown
-    GPU or an unsupported precision."""
+    """Return the job for a machine with `nproc` (auto: one) GPUs of a type listed in hardware.yaml. Raises
+    ConfigError for an unknown GPU or an unsupported precision."""
     if issues := unknown_issues("--gpu", gpu, hardware()["gpus"]):
         raise ConfigError(issues)
     device, config = hardware()["gpus"][gpu]["device"], job.config
@@ -46,8 +46,8 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
 
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
-    """Predict tokens/s on `ranks` GPUs of this machine, and the factor of the 95 % interval. Returns None
-    without GPUs, or if the GPU or its peak in this precision is unknown."""
+    """Predict the tokens/s on `ranks` GPUs of this machine, and the factor of the 95 % interval. Returns None
+    if there is no GPU, or if the GPU or its peak in this precision is unknown."""
     config = job.config
     precision = "bf16" if config.precision == "auto" else config.precision
     nearest = [
@@ -64,31 +64,32 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
 
 
 def print_speed(job: Job, gpu: str, console: Console) -> None:
-    """Print the largest fitting micro batch, the speed, and the time or tokens of a job from `on_gpus`."""
+    """Print the largest micro batch that fits, the speed, and the time or tokens of a job from `on_gpus`."""
     config, count = job.config, job.gpus
     link, precision = gpu_speed.link_of(gpu, count), config.precision
     row, factor = gpu_speed.predicted_step(config, gpu, count, precision, config.batch.micro_size)
     fits = gpu_speed.micro_batch_that_fits(config, precision, gpu, count)
     of = f"{count} x {gpu}" + (f" over {link}" if link else "")
     quantum = config.batch.ramp_quantum if config.batch.ramp_fraction > 0 else None
-    divided = "the batch" if quantum is None else f"batch.ramp_quantum {quantum} over the replicas"
+    divided = "the batch" if quantum is None else f"batch.ramp_quantum ({quantum})"
+    largest = f"{fits} is the largest that" if fits else "no size"
 
     def between(value: float, text: Callable[[float], str]) -> str:
         return f"{text(value)} ({text(value / factor)} to {text(value * factor)}, 95 %)"
 
     tokens_text = partial(format_si, unit="tokens")
     lines = [
-        f"micro   {fits or 'none'} is the largest that divides {divided} and fits 90 % of {gpu} (estimate)",
+        f"micro   {largest} divides {divided} per replica and fits in 90 % of {gpu}'s memory (estimate)",
         f"speed   {between(row.tokens_per_s, tokens_text)} per second on {of}, "
-        f"{format_step_time(row.step_time_s)} per step (roofline fitted to published rows)",
+        f"{format_step_time(row.step_time_s)} per step (roofline fitted to published measurements)",
     ]
-    # for a budget in steps, the batch ramp is ignored
+    # the time for a budget in steps ignores the batch ramp
     steps, whole = expected_steps(config) or 0, config.batch.global_size * config.data.sequence_length
     if (unit := config.schedule.unit) in CLOCKED:
         run, watts = config.run, float(hardware()["gpus"][gpu]["watts"])
         costs = Costs(count, run.price_per_device_hour, run.watts_per_device or watts, run.pue)
         hours = costs.hours(unit, getattr(config.schedule, unit))
-        lines.append(f"reach   {between(row.tokens_per_s * hours * 3600, tokens_text)} in {hours:g} h")
+        lines.append(f"tokens  {between(row.tokens_per_s * hours * 3600, tokens_text)} in {hours:g} h")
     elif tokens := config.schedule.tokens or steps * whole:
         lines.append(f"time    {between(tokens / row.tokens_per_s, format_duration)} of training")
     for line in lines:

@@ -1,4 +1,4 @@
-"""`bert-dp plan fit`: fit the loss law to completed runs or a table; write frontier.json and a report."""
+"""Fit the loss law to completed runs or to a table of runs, and report the fit (`bert-dp plan fit`)."""
 
 import csv
 import dataclasses
@@ -24,16 +24,16 @@ FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by a smaller factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 CONTRADICTS = (
-    "The law does not describe these runs: its best sizes are off by a factor of {:.1f} from the best runs "
-    "of each budget. Repeated data or unfinished runs can cause this."
+    "The law does not describe these runs: its best sizes and the best sizes by parabolas differ by a factor "
+    "of {:.1f} (median over budgets). Repeated data or unfinished runs can cause this."
 )
-OUTSIDE = "The best size for {} lies outside the sizes that were run: add smaller or larger models there."
-OTHERS = "Another law fits nearly as well (sum of losses within 10 %): the optimum is not pinned down."
+OUTSIDE = "The sizes that were run do not enclose the best size for {}: add smaller or larger models."
+OTHERS = "Another law fits nearly as well (sum of losses within 10 %), so the optimum is uncertain."
 
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
-    """Read completed pretraining runs of one corpus and mask rate, and their common properties. Raises
-    ConfigError."""
+    """Read completed pretraining runs and their common properties. Raises ConfigError if a run is incomplete,
+    or if the corpus, mask rate or sequence length differs between runs."""
     issues: list[Issue] = []
     runs: list[CompletedRun] = []
     common: dict[str, tuple[object, str]] = {}
@@ -58,7 +58,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
         objective = config.task or config.objective.name
         if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
             message = f"{directory} is not a complete pretraining run with a held-out loss ({summary.status})"
-            hint = "its learning rate has not fully decayed: complete the run, or leave it out"
+            hint = "leave it out, or complete it if its learning rate has not fully decayed"
             issues.append(Issue("RUNS", "unsupported", message, str(directory), hint=hint))
         elif (size := summary.parameters) and (tokens := summary.tokens):
             rest = size - config.model.vocab_size * config.model.hidden_size
@@ -104,7 +104,7 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
 
 
 def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) -> Frontier:
-    """Fit the law. `facts`: Frontier fields common to all runs. Raises ConfigError for too few runs."""
+    """Fit the law. `facts`: Frontier fields that all runs share. Raises ConfigError for too few runs."""
     from launcher.plan import loss_fit
 
     rows = grouped(runs)
@@ -147,10 +147,10 @@ def fit_page(found: Frontier) -> Report:
     law, interval = found.law, " to ".join(map(power, found.exponent_ci95 or ()))
     laws = [
         words("loss", f"{law.E:.3f} + {law.A:.3g} N^-{law.a:.3f} + {law.B:.3g} D^-{law.b:.3f} nats"),
-        words("exponent of best N in C", power(found.exponent), f"95 %: {interval}"),
-        words("without the embedding", power(found.exponent_without_embedding)),
+        words("exponent x of best N ~ C^x", power(found.exponent), f"95 %: {interval}"),
+        words("x without the embedding", power(found.exponent_without_embedding)),
         words(
-            "from parabolas",
+            "x from parabolas",
             power(found.parabola_exponent),
             "a cross-check; biased even without noise (arXiv 2603.22339)",
         ),
@@ -159,7 +159,7 @@ def fit_page(found: Frontier) -> Report:
     for budget, group in itertools.groupby(found.runs, key=lambda r: r.budget_flops):
         best = min(group, key=lambda r: r.loss)
         text = f"{format_count(round(best.parameters))} parameters, {best.loss:.3f} nats"
-        note = f"the law's best: {format_si(law.best_parameters(budget))}"
+        note = f"best size by the law: {format_si(law.best_parameters(budget))}"
         rows.append(words(format_si(budget, "FLOP"), text, note))
     tables = [Table(laws, title="Law"), Table(rows, title="Best run of each budget")]
     sections, follow = [ReportSection("", tables=tables)], f"bert-dp plan --hours 24 --frontier {FILE}"

@@ -1,10 +1,10 @@
-"""Power law of the loss in parameters and tokens, L(N, D) = E + A N^-a + B D^-b, and its file frontier.json.
+"""Define the loss law L(N, D) = E + A N^-a + B D^-b, a sum of power laws, and its file frontier.json.
 
 N: parameters, D: training tokens, L: held-out loss in nats (Hoffmann et al. 2022, arXiv 2203.15556, equation
-2). `loss_fit.py` fits it.
+2). `loss_fit.py` fits the law.
 """
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ MAX_CONTRADICTION = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class CompletedRun:
-    """A run that completed its schedule: compute in FLOPs, parameters, held-out loss in nats, tokens."""
+    """Figures of a run that completed its schedule; `loss` is the held-out loss in nats."""
 
     budget_flops: float
     parameters: float
@@ -48,15 +48,15 @@ class LossLaw:
 
     @property
     def exponent(self) -> float:
-        """Exponent of the best number of parameters as a power of the budget, b / (a + b)."""
+        """Exponent x of the best number of parameters, which grows as budget^x: b / (a + b)."""
         return self.b / (self.a + self.b)
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss in nats."""
+        """Return the held-out loss in nats."""
         return float(self.E + self.A * parameters**-self.a + self.B * tokens**-self.b)
 
     def best_parameters(self, budget_flops: float) -> float:
-        """Return the number of parameters with the lowest loss for a budget in FLOPs."""
+        """Return the number of parameters that minimises the loss for a budget in FLOPs."""
         ratio = math.pow(self.a * self.A / (self.b * self.B), 1 / (self.a + self.b))
         return ratio * math.pow(budget_flops / self.flops, self.exponent)
 
@@ -65,30 +65,30 @@ class LossLaw:
         return math.pow(parameters / self.best_parameters(1.0), 1 / self.exponent)
 
     def best_loss(self, budget_flops: float) -> float:
-        """Return the loss at the best number of parameters."""
+        """Return the lowest loss, in nats, that a budget in FLOPs can reach."""
         parameters = self.best_parameters(budget_flops)
         return self.loss(parameters, budget_flops / self.flops / parameters)
 
 
 class Frontier(StoredFile):
-    """frontier.json: completed runs, the law fitted to them, resampled fits, and common settings."""
+    """Contents of frontier.json: completed runs, the law fitted to them, resampled fits, common settings."""
 
-    model_config = ConfigDict(strict=False)  # a strict model accepts no dataclass from JSON
+    model_config = ConfigDict(strict=False)  # because a strict model rejects a dataclass in JSON
     hint: ClassVar[str] = "rewrite it with `bert-dp plan fit`"
     schema_version: Literal[1] = 1
     law: LossLaw
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
-    """Fits of runs resampled within each budget; with six budgets or more, budgets are resampled too."""
-    left_out: list[LossLaw] = Field(min_length=2)  # one fit per omitted budget
-    others: list[LossLaw] = []  # other minima that fit nearly as well
+    """Laws fitted to runs resampled within each budget. Six or more budgets are resampled too."""
+    left_out: list[LossLaw] = Field(min_length=2)  # laws fitted to the runs of all budgets but one
+    others: list[LossLaw] = []  # other local minima that fit nearly as well
     exponent: float | None = None
     exponent_ci95: Interval | None = None
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Median factor between the law's best size and the parabola's, over the budgets with both."""
-    outside: list[float] = []  # budgets whose best size is not within the sizes that were run
+    """Median factor between the best sizes by the law and by the parabolas, over budgets that have both."""
+    outside: list[float] = []  # budgets for which the sizes that were run do not enclose a minimum
     mask_rate: float | None = None
     sequence_length: int | None = None
     data_hash: str | None = None
@@ -102,16 +102,16 @@ class Frontier(StoredFile):
 
     @property
     def contradicts(self) -> bool:
-        """True if the law's best sizes differ from the runs' by a median factor above MAX_CONTRADICTION."""
+        """True if the law contradicts its own runs, because `contradiction` exceeds MAX_CONTRADICTION."""
         return self.contradiction is not None and self.contradiction > MAX_CONTRADICTION
 
     @property
     def student(self) -> float:
-        """Quantile of Student's t with budgets - 2 degrees of freedom, used for the intervals."""
+        """Quantile of Student's t for the 95 % intervals, with (number of budgets - 2) degrees of freedom."""
         return student(max(1, len(self.budgets) - 2))
 
     def rates(self) -> dict[float, float]:
-        """Return measured tokens/s by number of parameters, averaged over runs of the same size."""
+        """Return the measured tokens/s by number of parameters, averaged over runs of the same size."""
         found: dict[float, list[float]] = {}
         for run in self.runs:
             if run.tokens_per_s:
@@ -119,10 +119,10 @@ class Frontier(StoredFile):
         return {size: statistics.fmean(values) for size, values in found.items()}
 
     def estimate(self, value: Callable[[LossLaw], float]) -> tuple[float, tuple[float, float]]:
-        """Return `value` of the law and its 95 % interval.
+        """Apply `value` to the law; return the result and its 95 % interval.
 
-        Adds the variance of the resampled fits and the jackknife variance over budgets; uses Student's t with
-        budgets - 2 degrees of freedom. `value` must be close to normal: use logarithms of sizes.
+        The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
+        The interval uses Student's t and assumes a normal distribution, so pass the logarithm of a size.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

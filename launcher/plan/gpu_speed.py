@@ -2,8 +2,8 @@
 
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
-benchmarks/gpu_speed.py fits the shares, the framework's memory traffic and its launch time to published rows
-of one GPU. They are in hardware.yaml under `gpu_speed`, with the spread over rows from held-out sources.
+benchmarks/gpu_speed.py fits the constants to published measurements of one GPU: share, TOKENS, and the memory
+traffic and launch time of each framework. hardware.yaml lists them under `gpu_speed`, with the error spread.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from launcher.plan.scaling import ENGINES, estimated_profile
 from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
-FRAMEWORK = "compiled"  # class for torch.compile; the others occur in published rows
-PASSES, ATTENTION_PASSES = 60, 24  # values read and written per token and layer: x H, and x heads x S
+FRAMEWORK = "compiled"  # class of torch.compile; published measurements have other classes too
+PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer, as multiples of H and of heads x S
 MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
-MIN_SPREAD = 0.05  # minimum half-width of a measured rate's 95 % interval, in logarithms
-OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # read and written per parameter by a fused step
+MIN_SPREAD = 0.05  # minimum half-width of the 95 % interval of ln(measured rate)
+OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # bytes per parameter that a fused optimizer moves
 
 
 class GpuStep(NamedTuple):
-    """One micro batch of a model and one optimizer step on one GPU."""
+    """Inputs of an estimate: one micro batch of a model and one optimizer step on one GPU."""
 
     model: ModelConfig
     length: int  # tokens per sequence
@@ -38,20 +38,20 @@ class GpuStep(NamedTuple):
     micro_batch: int  # sequences
     precision: str
     optimizer: str
-    peak: float  # FLOP/s of matrix products
-    memory: float  # bytes/s
+    peak: float  # peak of matrix products, FLOP/s
+    memory: float  # memory bandwidth, bytes/s
 
 
 def peak_of(gpu: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a GPU in hardware.yaml; None if unknown in this precision."""
+    """Return the peak FLOP/s of a GPU listed in hardware.yaml, or None if unknown in this precision."""
     return peak_flops(hardware()["gpus"][gpu]["device"], precision)
 
 
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the micro batch and of the optimizer step. `constants` replaces `gpu_speed` of
-    hardware.yaml."""
+    """Estimate the seconds of the micro batch and of the optimizer step. `constants` replaces the constants
+    under `gpu_speed` in hardware.yaml."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")
@@ -71,7 +71,7 @@ def estimate(
 
 
 class Rate(NamedTuple):
-    """Total tokens/s of all devices, and the factor of the 95 % interval."""
+    """Tokens/s of all devices; the 95 % interval is tokens_per_s / factor to tokens_per_s x factor."""
 
     tokens_per_s: float
     factor: float
@@ -80,8 +80,8 @@ class Rate(NamedTuple):
 
 
 def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: int) -> int | None:
-    """Return the largest micro batch that divides the global batch and its ramp and is estimated to fit the
-    GPU; None if one sequence does not."""
+    """Return the largest micro batch that is estimated to fit in the GPU's memory and divides each replica's
+    share of the global batch and of the ramp quantum. Returns None if not even one sequence fits."""
     batch = config.batch
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
     whole = math.gcd(batch.global_size, quantum or batch.global_size)
@@ -95,12 +95,12 @@ def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: 
 
 
 def memory_gib(gpu: str) -> float:
-    """Parse a GPU's memory, GiB, from the end of its name in hardware.yaml."""
+    """Return the memory of a GPU in GiB, parsed from the end of its name in hardware.yaml."""
     return float(gpu.rpartition("-")[2].removesuffix("G"))
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of configurations of ascending size, up to the first that does not fit the device."""
+    """Return the rates of `configs`, in ascending order of size, until one does not fit the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:
@@ -109,26 +109,26 @@ def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate])
 
 
 def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
-    """Predict tokens/s on unmeasured GPUs, with the largest micro batch that fits. Raises ConfigError if not
-    even one sequence fits."""
+    """Predict the tokens/s of unmeasured GPUs with the largest micro batch that fits. Raises ConfigError if
+    not even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:
         message = f"not even one sequence of this model fits in the memory of {gpu}"
         raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
     row, factor = predicted_step(config, gpu, gpus, precision, micro)
-    note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"
+    note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published measurements"
     return Rate(row.tokens_per_s, factor, "fitted", note)
 
 
 def link_of(gpu: str, gpus: int) -> str | None:
-    """Return the link between the GPUs of a node; None for one GPU."""
+    """Return the name of the link between the GPUs of a node, or None for one GPU."""
     return str(hardware()["gpus"][gpu]["link"]) if gpus > 1 else None
 
 
 def predicted_step(
     config: Config, gpu: str, gpus: int, precision: str, micro: int
 ) -> tuple[PredictedRow, float]:
-    """Predict the step of a configuration. Returns the row and the factor of its 95 % interval."""
+    """Predict a step of a configuration; return the prediction and the factor of its 95 % interval."""
     model, length = config.model, config.data.sequence_length
     row, peak = hardware()["gpus"][gpu], peak_of(gpu, precision)
     assert peak is not None
@@ -148,8 +148,8 @@ def predicted_step(
 
 
 def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rate:
-    """Read tokens/s of a run directory, or of the fastest matching cell of a scaling.json. Raises ConfigError
-    if the model, sequence length, precision or number of devices differs."""
+    """Read the tokens/s of a run directory, or of the fastest matching cell of a benchmark in scaling.json.
+    Raises ConfigError if the model, sequence length, precision or number of devices differs."""
     if not path.exists():
         raise ConfigError([Issue("--from", "not_found", f"{path} does not exist", str(path))])
 
@@ -170,7 +170,7 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         scaling = results.read(path, Scaling)
         settings, model = scaling.settings, shape(scaling.profile, scaling.settings.parameters)
         found = model, settings.sequence_length, settings.precision
-        # completed data-parallel cells; the fastest one per number of ranks
+        # fastest completed data-parallel cell for each number of ranks
         ran = [c for c in scaling.cells if (c.status, c.kind, c.tensor) == ("ok", "run", 1)]
         cells = {c.world_size: c for c in sorted(ran, key=lambda c: c.tokens_per_s or 0.0)}
         rates = {count: cell.tokens_per_s for count, cell in cells.items()}
@@ -185,7 +185,7 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         if measured != needed
     ]
     if ranks not in rates:
-        message = f"{path} was measured on {' and '.join(map(str, rates))}, not {ranks}"
+        message = f"{path} was measured on {' and '.join(map(str, rates))} devices, not {ranks}"
         issues.append(Issue("--nproc", "conflict", message, ranks, "--from"))
     rate = rates.get(ranks)
     if not issues and not rate:
@@ -196,10 +196,10 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
 
 
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
-    """Interpolate measured tokens/s over parameters in log-log space; extrapolate from the nearest two.
+    """Interpolate measured tokens/s over parameters in log-log space; extrapolate from the nearest two sizes.
 
-    The half-width, in logarithms, is twice the leave-one-out RMS error over the inner sizes, at least 5 %,
-    times 1 + ln(distance factor) beyond the measured sizes.
+    The half-width of the interval of ln(tokens/s) is twice the leave-one-out RMS error over the inner sizes,
+    but at least 0.05. Outside the measured sizes, it is multiplied by 1 + |ln(parameters / nearest size)|.
     """
     sizes = sorted(rates)
     others = ((size, {k: v for k, v in rates.items() if k != size}) for size in sizes[1:-1])

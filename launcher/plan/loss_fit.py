@@ -1,7 +1,7 @@
 """Fit the loss law L(N, D) = E + A N^-a + B D^-b to completed runs.
 
-For a given pair of exponents the fit is linear, so E, A, B >= 0 follow by least squares and only a and b are
-searched (variable projection, Golub & Pereyra 1973).
+For a given pair of exponents a and b, the law is linear in E, A and B: least squares gives E, A, B >= 0, and
+only a and b are searched (variable projection, Golub & Pereyra 1973).
 """
 
 import math
@@ -17,17 +17,18 @@ from launcher.report.formats import count_of
 
 Floats = NDArray[np.float64]
 
-HUBER = 1e-3  # |ln(fit / loss)| above which the loss is linear (Hoffmann et al., appendix D.2)
+HUBER = 1e-3  # |ln(fit / loss)| above which the Huber loss is linear (Hoffmann et al., D.2)
 EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
-BASINS = 3  # number of local minima on the grid of exponents to polish
+BASINS = 3  # number of local minima on the grid of exponents to refine by L-BFGS
 SECOND_BASIN = 1.10  # other minima are reported up to this multiple of the best sum of losses
 DRAWS = 100  # resampled fits per interval
-MANY_BUDGETS = 6  # number of budgets from which budgets are resampled too
+MANY_BUDGETS = 6  # minimum number of budgets for resampling the budgets too
 
 
 def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Frontier:
-    """Fit the law and its resampled copies. Raises ConfigError for too few runs or budgets."""
+    """Fit the law to all runs, to `draws` resampled sets of runs and, for each budget, to the runs of the
+    other budgets. Raises ConfigError for too few runs or budgets."""
     budgets = [run.budget_flops for run in runs]
     groups = [np.flatnonzero(np.equal(budgets, budget)) for budget in sorted(set(budgets))]
     if len(runs) < MIN_RUNS or len(groups) < MIN_BUDGETS:
@@ -44,14 +45,14 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Resample the runs (indices by budget) within each budget; from MANY_BUDGETS on, the budgets too."""
+    """Resample runs within budgets and, if there are MANY_BUDGETS, budgets. `groups`: indices by budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
 
 
 def _minima(logs: Floats, flops: float) -> list[LossLaw]:
-    """Return the polished minima close to the best, best first. logs: [3, runs], of N, D and the loss."""
+    """Return the laws at the lowest minima, best first. logs: logarithms of N, D and the loss, [3, runs]."""
     ndimage = require("scipy.ndimage", "glue", "RUNS: fitting")
     a, b = (axis.ravel() for axis in np.meshgrid(EXPONENTS, EXPONENTS, indexing="ij"))
     constants, sums = _project(logs, a, b)
@@ -69,12 +70,12 @@ def _minima(logs: Floats, flops: float) -> list[LossLaw]:
 
 
 def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """Return E, A, B >= 0, [pairs, 3], and the summed Huber losses, [pairs], at exponents a, b, [pairs]."""
+    """Return E, A, B >= 0 [pairs, 3] and the summed Huber losses [pairs] for the exponents a, b [pairs]."""
     means = logs[:2].mean(axis=1)
-    n, d = logs[:2] - means[:, None]  # keeps the columns near 1
+    n, d = logs[:2] - means[:, None]  # centre the logarithms, so that the columns are near 1
     loss = np.exp(logs[2])
     columns = np.stack([np.ones((len(a), len(n))), np.exp(-a[:, None] * n), np.exp(-b[:, None] * d)], axis=-1)
-    # weights psi(r) / r / L^2 turn least squares of the loss into the Huber loss of r = ln(fit / loss)
+    # with weights psi(r) / r / L^2, least squares minimises the Huber loss of r = ln(fit / loss)
     weights = np.broadcast_to(1 / loss**2, columns.shape[:2])
     for _ in range(REWEIGHTINGS):
         constants = _non_negative(columns, loss, weights)
@@ -86,7 +87,7 @@ def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
-    """Solve weighted least squares for constants >= 0, [pairs, 3], by trying each set of positive ones."""
+    """Solve weighted least squares for constants >= 0 [pairs, 3], trying each set of positive constants."""
     gram = np.einsum("prc,pr,prk->pck", columns, weights, columns)
     right = np.einsum("prc,pr,r->pc", columns, weights, loss)
     best, least = np.zeros(right.shape), np.full(len(right), np.inf)
@@ -101,7 +102,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Minimise the summed Huber loss / HUBER^2 over all five constants by L-BFGS; return it and the law."""
+    """Minimise the summed Huber loss / HUBER^2 over the five constants by L-BFGS; return minimum and law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]
@@ -112,7 +113,7 @@ def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]
         shares = np.exp(terms - fitted)
         slope = np.clip(fitted - loss, -HUBER, HUBER)
         gradient = np.concatenate([shares @ slope, -(shares[1:] * sizes) @ slope])
-        # of the mean, the gradients are so small that the search stops early (arXiv 2404.10102)
+        # a mean would have gradients so small that the search stops early (arXiv 2404.10102)
         return float(_huber(fitted - loss).sum()) / HUBER**2, gradient / HUBER**2
 
     exponents = np.array([start.a, start.b])
@@ -136,8 +137,8 @@ def _huber(residual: Floats) -> Floats:
 
 
 def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bool]]:
-    """Fit a parabola of the loss over ln N to each budget. Returns the parameters at its minimum, and whether
-    the runs enclose them; budgets with fewer than three sizes or no minimum are omitted."""
+    """Fit a parabola of the loss in ln N to the runs of each budget. Returns, by budget, N at the minimum and
+    True if the sizes that were run enclose N; omits budgets with fewer than three sizes or no minimum."""
     minima = {}
     for budget in sorted({run.budget_flops for run in runs}):
         group = [run for run in runs if run.budget_flops == budget]
@@ -152,5 +153,5 @@ def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bo
 
 
 def parabola_exponent(minima: Mapping[float, float]) -> float:
-    """Return the exponent b of N_opt ~ C^b, by least squares in log-log space."""
+    """Fit the exponent b of N_opt ~ C^b by least squares in log-log space."""
     return float(np.polyfit(np.log(list(minima)), np.log(list(minima.values())), 1)[0])

@@ -1,4 +1,4 @@
-"""Budget planner as a self-contained HTML file: sliders, and a script with the calculator."""
+"""Render the budget planner as one self-contained HTML file, with sliders and a script that calculates."""
 
 import json
 import math
@@ -24,8 +24,8 @@ def planner_data(
     pue: float = 1.0,
     grams_per_kwh: float | None = None,
 ) -> dict[str, Any]:
-    """Return the page's input: sizes, tokens/s of each size by GPU and number of GPUs, prices, and the law
-    with its resampled fits. `configs`: one per size, ascending."""
+    """Return the input of the page: sizes, tokens/s of each size by GPU and number of GPUs, prices, and the
+    law with its resampled fits. `configs`: one configuration per size, in ascending order."""
     devices = {}
     for name, row in hardware()["gpus"].items():
         if peak_of(name, PRECISION) is None:
@@ -57,7 +57,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page with these initial values."""
+    """Render the page from `planner_data`. The values from `unit` to `price` initialise its inputs."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

@@ -1,4 +1,4 @@
-"""`bert-dp plan scaling`: predict throughput over numbers of GPUs, and the gain of each change."""
+"""Predict the throughput of several numbers of GPUs and the gain from changes (`bert-dp plan scaling`)."""
 
 import dataclasses
 import difflib
@@ -24,17 +24,17 @@ from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
 GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links
-BOUNDS = ("no stragglers", "perfect overlap")  # not settings: their gain is an upper bound
-ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
+BOUNDS = ("no stragglers", "perfect overlap")  # not settings, so their gain is only an upper bound
+ADAM_BYTES = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
-BACKWARD = 2 / 3  # of a micro batch: each forward matmul causes two in the backward pass
-GIVE = (
+BACKWARD = 2 / 3  # share of a micro batch: each forward matmul causes two backward matmuls
+SOURCE_HINT = (
     "pass scaling.json from `bert-dp scale`, or --model with --seq-per-s and --micro (`bert-dp train CONFIG "
     "--dry-run --gpu NAME` estimates tokens/s; divide by data.sequence_length for sequences/s)"
 )
 CPU_WITH_GPU_LINK = (
-    "The profile is of a CPU, whose steps are far longer than a GPU's, but --link connects GPUs: the "
-    "efficiency is too high. Measure the profile on one GPU, or pass --seq-per-s, --micro and --gpu instead."
+    "The profile was measured on a CPU, whose steps are far longer than a GPU's, but --link connects GPUs: "
+    "the predicted efficiency is too high. Profile one GPU instead, or pass --seq-per-s, --micro and --gpu."
 )
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522,
@@ -66,7 +66,7 @@ class PlanSpec:
 
     @property
     def per_node(self) -> int:
-        """GPUs per node: by default 8, or all of them if the link is measured or a loopback."""
+        """GPUs per node: by default 8, or all GPUs if the only link is measured or a loopback."""
         if self.gpus_per_node is not None:
             return self.gpus_per_node
         local = self.link is None or find_link(self.link).kind == "loopback"
@@ -79,25 +79,25 @@ class PlanSource:
 
     profile: StepProfile
     accumulation: int = 1
-    notes: tuple[str, ...] = ()  # origin of the numbers, and assumptions
+    notes: tuple[str, ...] = ()  # origin of the figures, and assumptions
     spread: float = 0.0  # standard deviation / mean of the ranks' speed
     curves: Mapping[int, AllReduceCurve] = dataclasses.field(default_factory=dict)
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[CellMeasurement] = ()  # measured cells of the same benchmark
+    cells: Sequence[CellMeasurement] = ()  # cells measured by the same benchmark
     flops_per_token: float | None = None
     peak_flops: float | None = None
 
     def slowdown(self, ranks: int) -> float:
-        """Return the slowdown measured at this or the next smaller number of ranks."""
+        """Return the slowdown measured with this number of ranks or the next smaller one."""
         smaller = [count for count in self.slowdowns if count <= ranks]
         return self.slowdowns[max(smaller)] if smaller else 1.0
 
 
 def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
-    """Predict a row for each accumulation, tensor size and number of GPUs, and each measured cell. Raises
-    ConfigError with all issues."""
+    """Predict a row for each accumulation, tensor size and number of GPUs, and compare the measured cells.
+    Raises ConfigError with all issues."""
     if issues := _option_issues(source, spec):
         raise ConfigError(issues)
     rows = [
@@ -119,7 +119,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
             f"ranks wait for the slowest; their speeds vary by {format_percent(source.spread)} (one sigma)",
-            f"overlap hides {format_percent(constant('overlap_gain'))} of the communication that it could",
+            f"overlap hides {format_percent(constant('overlap_gain'))} of the communication it could hide",
         ],
         rows=rows,
         measured=[line for cell in source.cells if (line := _compared(source, spec, cell))],
@@ -127,7 +127,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
 
 
 def predict_measured(scaling: Scaling) -> Prediction | None:
-    """Predict the cells of a benchmark from its own profile, links and ceiling; None if one is missing."""
+    """Predict a benchmark's cells from its profile, links and ceiling; None if profile or link is missing."""
     try:
         source = source_of(scaling, "scaling.json")
         return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
@@ -138,8 +138,8 @@ def predict_measured(scaling: Scaling) -> Prediction | None:
 def scenario_of(
     source: PlanSource, spec: PlanSpec, ranks: int, tensor: int = 1, accumulation: int = 1
 ) -> Scenario:
-    """Return the scenario of one row. Without --link it uses the all-reduce measured over the smallest number
-    of ranks not below `ranks`, else over the most."""
+    """Return the scenario of one row. Without --link, it uses the all-reduce measured over the smallest
+    number of ranks that is at least `ranks`, or else over the largest number."""
     curve = None
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
@@ -165,8 +165,8 @@ def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
 
 
 def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
-    """Return the gain of each change, best first: tokens/s with it / tokens/s now - 1. A larger batch is
-    assumed to be as fast per sequence."""
+    """Return the gain from each change, largest first: tokens/s with the change / tokens/s without it - 1. A
+    larger micro batch is assumed to take the same time per sequence."""
     if scenario.ranks == 1:
         return []
     change = dataclasses.replace
@@ -187,13 +187,13 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
     gains = [
         models.Lever(lever=name, gain=rate / now - 1, tokens_per_s=rate, bound=name in BOUNDS)
         for name, rate in rates.items()
-        if name not in BOUNDS or rate >= now  # one bucket without overlap may beat many that overlap
+        if name not in BOUNDS or rate >= now  # one bucket without overlap may be faster than many with it
     ]
     return sorted(gains, key=lambda lever: -lever.gain)
 
 
 def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> models.ComparedCell | None:
-    """Compare a measured cell with its prediction (over measured links, if any); None without one."""
+    """Compare a measured cell with its prediction, over measured links if any; None without a prediction."""
     engine = "ddp" if cell.engine == "single" else cell.engine
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
@@ -224,7 +224,7 @@ def _is_cpu(device: str) -> bool:
 
 
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    """Find unknown options, and conflicts with other options or the source."""
+    """Return the issues of unknown options and of conflicts with other options or the source."""
     links = hardware()["links"]
     if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
@@ -244,11 +244,11 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
 
 
 def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
-    """Check that a name is known; the hint lists names with this prefix, or the closest match."""
+    """Check that a name is known. The hint lists the names with this prefix, or else the closest ones."""
     if value is None or value in names:
         return []
     close = [name for name in names if name.lower().startswith(value.lower())]
-    kinds = {name.partition("-")[0].lower() for name in names}  # H100 of H100-SXM-80G
+    kinds = {name.partition("-")[0].lower() for name in names}  # H100 is the kind of H100-SXM-80G
     for kind in [] if close else difflib.get_close_matches(value.lower(), kinds, n=1, cutoff=0.4):
         close = [name for name in names if name.lower().startswith(kind)]
     hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(names)}"
@@ -281,7 +281,7 @@ def find_source(
     gpu: str | None,
     accumulation: int,
 ) -> PlanSource:
-    """Return the source given by the options, a measured file or a rate. Raises ConfigError."""
+    """Return the source that the options give: a measured file or a rate. Raises ConfigError."""
     if path is not None:
         rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
         message = "cannot be combined with --from, a measured file"
@@ -292,19 +292,19 @@ def find_source(
         except ConfigError as error:
             raise ConfigError([issue.within("--from") for issue in error.issues]) from None
     if model is None or seq_per_s is None or micro is None:
-        raise ConfigError([Issue("--from", "missing", "not given", hint=GIVE)])
+        raise ConfigError([Issue("--from", "missing", "not given", hint=SOURCE_HINT)])
     return source_of_rate(model, seq_per_s, micro, accumulation, gpu)
 
 
 def source_of(scaling: Scaling, name: str) -> PlanSource:
-    """Convert a benchmark into a source. Raises ConfigError if its file `name` has no profile."""
+    """Convert a benchmark into a source. Raises ConfigError if its file `name` contains no profile."""
     profile = scaling.profile
     if profile is None:
         raise ConfigError([Issue(name, "missing", "contains no profile of a rank", hint=Scaling.hint)])
     notes = [f"profile of {profile.device}, {profile.precision}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
-        # includes data loading and logging
+        # the measured step includes data loading and logging
         micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
         profile = step_model.with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
         notes.append(f"one rank's step time is measured: {alone.step_s:.4g} s (cell {alone.id})")
@@ -317,9 +317,9 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"computation slowed by the measured ceiling ({counts}); more ranks as the last")
+        notes.append(f"computation is slowed by the measured ceiling ({counts}; more ranks: the last factor)")
     curves = {
-        # the longest of several times at one size
+        # sorted, so that the longest of several times at one size is kept
         each.world_size: AllReduceCurve(
             each.world_size, dict(sorted((float(point.bytes), point.seconds) for point in each.points))
         )
@@ -327,10 +327,10 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         if each.points
     }
     if curves:
-        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
+        notes.append(f"all-reduce without --link: measured over {', '.join(map(str, curves))} ranks")
     peak = peak_flops(profile.device, profile.precision)
     if peak:
-        notes.append(f"MFU: of {peak / 1e12:g} TFLOP/s per GPU: {profile.device}, {profile.precision}")
+        notes.append(f"MFU: share of {peak / 1e12:g} TFLOP/s per GPU ({profile.device}, {profile.precision})")
     return PlanSource(
         profile,
         scaling.settings.accumulation or 1,
@@ -348,8 +348,8 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
 def source_of_rate(
     model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None
 ) -> PlanSource:
-    """Build a source from one rank's sequences per second, with a profile estimated from the layers. Raises
-    ConfigError."""
+    """Build a source from the sequences per second of one rank. The profile is estimated from the layers.
+    Raises ConfigError."""
     gpus = hardware()["gpus"]
     if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
@@ -363,7 +363,7 @@ def source_of_rate(
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if not micro_s > MIN_MICRO_S:
-        message = f"{seq_per_s:g} leaves no time besides the optimizer"
+        message = f"{seq_per_s:g} leaves no time for the micro batches"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
     profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)
@@ -382,7 +382,7 @@ def estimated_profile(
     micro_s: float,
     optimizer_s: float,
 ) -> StepProfile:
-    """Estimate the profile of an unprofiled rank, with its gradients derived from the layers."""
+    """Estimate the profile of an unprofiled rank; the gradients are derived from the layers."""
     parameters = num_parameters(model, sequence_length)
     return StepProfile(
         device=device,
@@ -398,7 +398,7 @@ def estimated_profile(
 
 
 def load_named(option: str, name: str) -> Config:
-    """Load a configuration by the name or path given to an option. Raises ConfigError."""
+    """Load the configuration whose name or path is given to an option. Raises ConfigError."""
     try:
         return load_config(find_config(name))
     except ConfigError as error:
@@ -406,8 +406,8 @@ def load_named(option: str, name: str) -> Config:
 
 
 def find_model(name: str) -> tuple[ModelConfig, int, float]:
-    """Return the model bert-base or bert-large, or the model of a configuration, with its sequence length and
-    mask rate. Raises ConfigError if `name` is none of these."""
+    """Return the named model (bert-base, bert-large or a configuration's), its sequence length and its
+    mask rate. Raises ConfigError for any other name."""
     if name in MODELS:
         return MODELS[name], BERT_SEQUENCE_LENGTH, BERT_MASK_RATE
     config = load_named("--model", name)
@@ -428,9 +428,9 @@ ROW = (
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
-    """Return a report of the rows, the levers at the most GPUs, the measured cells, and the assumptions.
+    """Report the rows, the gains from changes at the largest number of GPUs, the cells and the assumptions.
 
-    `config`: configuration of the model, to be measured by the suggested `scale` command.
+    `config`: configuration of the model, which the suggested `scale` command measures.
     """
     rows = prediction.rows
     last = max(rows, key=lambda row: row.world_size)
@@ -449,7 +449,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
         models.compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
-    text = f"Do not use this: the predicted step of {', '.join(wrong)} is outside its measured interval."
+    text = f"Do not use this prediction: it is outside the measured interval of {', '.join(wrong)}."
     verdicts = [Verdict("warn", text)] if wrong else []
     return Report(
         "bert-dp: predicted scaling",

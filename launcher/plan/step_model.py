@@ -2,8 +2,8 @@
 
     step = (accumulation x micro batch + optimizer) x slowest rank + exposed communication
 
-Pure functions of seconds and bytes; docs/definitions.md has every equation. The messages are the ones sent by
-`bert_dp/parallel`. hardware.yaml lists the GPUs, links, latencies and constants with their sources.
+The functions are pure and use seconds and bytes; docs/definitions.md lists every equation. The model assumes
+the messages that `bert_dp/parallel` sends. hardware.yaml lists the GPUs, links, latencies and constants.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit
 
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
-FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # buckets of torch's DDP, unless a size is set
-PLATEAU = 1.9  # latency factor of a multi-node ring: large messages, protocol simple (NCCL tuning.cc)
-TREE_SHARE = 0.9  # bandwidth of a tree / a ring (NCCL tuning.cc)
-TENSOR_REDUCTIONS = 4  # of activations per block: two forward, two backward (arXiv 1909.08053)
-ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # per value; 4 in other precisions
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # default bucket sizes of torch's DDP
+PLATEAU = 1.9  # latency factor of multi-node rings with protocol simple and large messages (NCCL tuning.cc)
+TREE_SHARE = 0.9  # bandwidth of a tree / bandwidth of a ring (NCCL tuning.cc)
+TENSOR_REDUCTIONS = 4  # all-reduces of activations per block: two forward, two backward (arXiv 1909.08053)
+ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # bytes per value; 4 in other precisions
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "rooted"]
 
 
@@ -38,13 +38,13 @@ def hardware() -> dict[str, Any]:
 
 
 def constant(name: str) -> float:
-    """Return a constant from hardware.yaml."""
+    """Return the value of a constant in hardware.yaml."""
     return float(hardware()["constants"][name]["value"])
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkSpec:
-    """A row of `links` in hardware.yaml."""
+    """An entry of `links` in hardware.yaml."""
 
     kind: str
     gb_s: float
@@ -60,12 +60,12 @@ class LinkSpec:
 
 @cache
 def find_link(name: str) -> LinkSpec:
-    """Return a link from hardware.yaml."""
+    """Return the named link from hardware.yaml."""
     return LinkSpec(**hardware()["links"][name])
 
 
 class ProtocolSpec(NamedTuple):
-    """Latencies in seconds of a protocol on one kind of link, and its share of the bandwidth."""
+    """Latencies in seconds of a protocol on one kind of link, and the share of the bandwidth that it uses."""
 
     start: float
     hop: float
@@ -76,7 +76,7 @@ class ProtocolSpec(NamedTuple):
 
 @cache
 def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
-    """Return the protocols of a kind of link by name."""
+    """Return the protocols of one kind of link, by protocol name."""
     rows = hardware()["latencies"][kind]["protocols"]
     return {name: ProtocolSpec(**row) for name, row in rows.items()}
 
@@ -92,7 +92,7 @@ def interpolate(x: float, points: Mapping[float, float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceCurve:
-    """Measured all-reduce times over `ranks` ranks: bytes -> seconds."""
+    """Measured all-reduce times over `ranks` ranks; `points` maps bytes to seconds."""
 
     ranks: int
     points: Mapping[float, float]
@@ -109,19 +109,19 @@ class AllReduceCurve:
 
 @dataclasses.dataclass(frozen=True)
 class Fabric:
-    """Links between ranks; the ranks fill one node after another.
+    """Links between ranks, which fill one node after another.
 
-    A ring over the GPUs of several nodes enters and leaves each node once, through all its NICs together, so
-    bus bandwidth = min(link within the node, sum of the NICs). This, the latencies and the choice of the
-    faster of ring and tree follow NCCL's tuning model (src/graph/tuning.cc).
+    A ring over the GPUs of several nodes enters and leaves each node once, through all NICs of the node, so
+    bus bandwidth = min(link within the node, sum of the NICs). The bandwidth, the latencies and the choice of
+    the faster of ring and tree follow NCCL's tuning model (src/graph/tuning.cc).
     """
 
     gpus_per_node: int
-    intra: LinkSpec | None  # None: unknown, but faster than `inter`
+    intra: LinkSpec | None  # None if unknown but faster than `inter`
     inter: LinkSpec | None = None
     nics: float = 1  # per node
     curve: AllReduceCurve | None = None  # replaces `intra` within one node
-    speed: float = 1.0  # factor on every bandwidth; also scales the latency of a measured curve
+    speed: float = 1.0  # factor on every bandwidth and on the latency of a measured curve
 
     def nodes(self, ranks: int) -> int:
         """Return the number of nodes filled by `ranks` ranks."""
@@ -135,16 +135,16 @@ class Fabric:
         return self.speed * min(rates)
 
     def replicas(self, tensor: int) -> Fabric:
-        """Return the links of one gradient reduction if `tensor` neighbours share a replica: each node has
-        fewer of its ranks, and `tensor` groups share the NICs."""
+        """Return the links of one gradient reduction if `tensor` neighbouring ranks share a replica: a node
+        contains fewer ranks of the reduction, and `tensor` reductions share its NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
-        """Return the time of one collective of `size` bytes per rank, with the fastest protocol and shape.
+        """Return the seconds of one collective of `size` bytes per rank, by the fastest protocol and shape.
 
-        "rooted" is a reduce to one rank or a broadcast from it: a chain that sends each byte once over each
-        hop.
+        "rooted" is a reduce to one rank or a broadcast from one rank, along a chain that sends each byte once
+        over each hop.
         """
         if ranks <= 1 or size <= 0:
             return 0.0
@@ -168,7 +168,7 @@ class Fabric:
         return min(times)
 
     def protocols(self, ranks: int) -> list[tuple[ProtocolSpec, ProtocolSpec]]:
-        """Return the protocols supported at both levels, as (within a node, between nodes)."""
+        """Return each protocol supported at both levels, as a pair (within a node, between nodes)."""
         outer = self.inter if self.nodes(ranks) > 1 else self.intra
         inner = self.intra or outer
         assert inner is not None
@@ -186,23 +186,23 @@ class Scenario:
     engine: str = "ddp"  # ddp, zero1 or fsdp
     tensor: int = 1
     accumulation: int = 1
-    spread: float = 0.0  # standard deviation / mean of the ranks' speed; all wait for the slowest
-    slowdown: float = 1.0  # factor on compute time if all devices of a machine are busy: 1 / ceiling
+    spread: float = 0.0  # standard deviation / mean of the ranks' speed; ranks wait for the slowest
+    slowdown: float = 1.0  # factor on compute time if all devices are busy: 1 / ceiling efficiency
     bucket_bytes: float = BUCKET
     first_bucket: float | None = FIRST_BUCKET
     sent_bytes: float = math.inf  # maximum bytes sent per gradient element
-    overlap: bool = True  # reduce during the backward pass; False: one bucket after it
+    overlap: bool = True  # True: reduce during the backward pass; False: one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
-    """Share of the hidden communication time that overlap saves."""
+    """Share of the ideally hidden communication time that overlap actually saves."""
 
     @property
     def replicas(self) -> int:
-        """Number of model replicas."""
+        """Number of replicas of the model."""
         return self.ranks // self.tensor
 
 
 def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
-    """Predict a step. The tensor size must divide the number of ranks."""
+    """Predict the step of a scenario. The tensor size must divide the number of ranks."""
     a, n = scenario.accumulation, scenario.ranks
     compute = a * profile.micro_s * scenario.slowdown / scenario.tensor
     optimizer = profile.optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
@@ -234,8 +234,8 @@ def slowest(ranks: int, spread: float) -> float:
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return the profile with all times of the micro batch scaled to total `micro_s`, and its size set to
-    `micro_batch` if given."""
+    """Return the profile with the times of the micro batch scaled to a total of `micro_s`, and with the size
+    of the micro batch set to `micro_batch` if given."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
@@ -245,7 +245,7 @@ def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None =
 
 
 def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
-    """Return the profile with another micro batch and the same time per sequence."""
+    """Return the profile with a different micro batch and the same time per sequence."""
     return with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch, micro_batch)
 
 
@@ -254,8 +254,8 @@ def layer_gradients(
 ) -> list[MeasuredGradient]:
     """Estimate the gradients of an unprofiled model, with `width` bytes per element.
 
-    Those of the blocks are ready at equal intervals of the backward pass. The embedding's, with all remaining
-    `parameters`, is ready at the very end because the decoder is tied to it.
+    The gradients of the blocks are ready at equal intervals in the backward pass. The embedding's gradient,
+    which covers all remaining `parameters`, is ready last, because the decoder is tied to the embedding.
     """
     blocks, inside = model.num_layers, linear_parameters(model)
     sizes = [*[inside / blocks] * blocks, parameters - inside]
@@ -268,7 +268,7 @@ def layer_gradients(
 def _optimizer_share(profile: StepProfile, scenario: Scenario) -> float:
     """Return the busiest rank's share of the optimizer step."""
     share = 1.0 if scenario.engine == "ddp" else 1 / scenario.replicas
-    if scenario.engine == "zero1":  # assigns whole tensors
+    if scenario.engine == "zero1":  # ZeRO-1 assigns whole tensors to ranks
         share = max(share, max(gradient.bytes for gradient in profile.gradients) / profile.size)
     return share / scenario.tensor
 
@@ -284,7 +284,7 @@ def exposed_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed time of the gradient reduction of a step; ZeRO-1 also broadcasts the weights."""
+    """Return the exposed seconds of a step's gradient reduction and, for ZeRO-1, its broadcast of weights."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     kind: Collective = "rooted" if scenario.engine == "zero1" else "all_reduce"
     width = min(1.0, scenario.sent_bytes / profile.width) / t
@@ -307,13 +307,13 @@ def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 Bucket = tuple[float, float]
-"""Bytes reduced together, and the time in the backward pass at which they are ready, s."""
+"""Bytes reduced together, and the seconds from the start of the backward pass until they are ready."""
 
 
 def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -> list[Bucket]:
-    """Fuse gradients, in order of readiness, into buckets of at least `size` bytes, the first of `first`.
+    """Fuse gradients, in the order in which they are ready, into buckets of at least `size` bytes.
 
-    A tensor is never split; a bucket is ready when its last tensor is.
+    The first one has at least `first` bytes. No tensor is split. A bucket is ready when its last tensor is.
     """
     buckets: list[Bucket] = []
     total = last = 0.0
@@ -330,8 +330,8 @@ def outlast(
 ) -> float:
     """Return the seconds by which the reductions outlast the backward pass.
 
-    Each starts when its bucket is ready and the previous reduction is done; overlap saves only the share
-    `gain` of the hidden time.
+    Each reduction starts when its bucket is ready and the previous reduction is done. Overlap saves only the
+    share `gain` of the time that it could hide.
     """
     end = total = 0.0
     for size, ready in buckets:
@@ -343,9 +343,9 @@ def outlast(
 
 
 def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed time of gathering weights and scattering gradients, one block ahead."""
+    """Return the exposed seconds of gathering weights one block ahead and of scattering gradients."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-    blocks = profile.num_layers + 1  # with the embedding
+    blocks = profile.num_layers + 1  # including the embedding
     gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")
     scatter = fabric.seconds(profile.size / t / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks
@@ -364,11 +364,11 @@ def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed time of the activations' all-reduces in one micro batch."""
+    """Return the exposed seconds of the activations' all-reduces in one micro batch."""
     t, blocks = scenario.tensor, profile.num_layers
     numbers = profile.micro_batch * profile.sequence_length * profile.hidden_size
     once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
-    # the weight-gradient product, half of a block's backward time, hides those of the backward pass
+    # the backward all-reduces overlap with the weight gradients, half of a block's backward time
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
-    return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # embedding lookup
+    return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # one more for the embedding lookup

@@ -69,7 +69,7 @@ def end_by(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> subprocess.
         (OSError(errno.ENOSPC, "No space left", "a/b"), 1, "a/b: No space left"),
         (OSError(errno.EACCES, "Permission denied", "a/b"), 2, "a/b: Permission denied"),
         (OSError(errno.EMFILE, "Too many open files"), 1, "Too many open files"),
-        (MemoryError(), 1, "out of memory; free some, or raise `ulimit -v`"),
+        (MemoryError(), 1, "out of memory; free some memory, or raise `ulimit -v`"),
         (KeyboardInterrupt(), 130, None),
     ],
 )

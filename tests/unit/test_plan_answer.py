@@ -252,22 +252,22 @@ PRICE = "run.price_per_device_hour=2.5"
 @pytest.mark.parametrize(
     ("settings", "gpu", "nproc", "expected"),
     [
-        ("", H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "reach": 24}),
-        ("batch.ramp_fraction=0", H100, 8, {"micro": "1024 is the largest that divides the batch and"}),
+        ("", H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "tokens": 24}),
+        ("batch.ramp_fraction=0", H100, 8, {"micro": "1024 is the largest that divides the batch per"}),
         # tokens have a time, and auto precision follows the GPU
         ("schedule.tokens=1000000000", "T4-16G", 1, {"memory": "fp16", "time": "of training"}),
-        # dollars reach what their hours do
-        (f"schedule.hours=null schedule.dollars=80 {PRICE} batch.micro_size=256", H100, 4, {"reach": 8}),
+        # dollars give the tokens of their hours
+        (f"schedule.hours=null schedule.dollars=80 {PRICE} batch.micro_size=256", H100, 4, {"tokens": 8}),
     ],
 )
 def test_a_dry_run_on_gpus_that_are_not_there(settings, gpu, nproc, expected, tmp_path: Path) -> None:
     done = here(*DRY, *settings.split(), "--gpu", gpu, "--nproc", str(nproc), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    if hours := expected.pop("reach", None):
+    if hours := expected.pop("tokens", None):
         rate = gpu_rate(BASE, gpu, nproc, "bf16").tokens_per_s
         assert lines["speed"].startswith(format_si(rate, "tokens"))
-        assert lines["reach"].startswith(format_si(rate * hours * 3600, "tokens"))
+        assert lines["tokens"].startswith(format_si(rate * hours * 3600, "tokens"))
     assert [name for name, text in expected.items() if text not in lines[name]] == []
     assert list(tmp_path.iterdir()) == []
 
