@@ -72,7 +72,7 @@ def load(
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
     """Return the configuration of a student before the data is known: a BiLSTM, a pretrained run with its
-    weights, or the model of a configuration with random weights. Raise ConfigError if it is unusable."""
+    weights, or the model of a configuration with random weights. Raise ConfigError if an option is wrong."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
@@ -87,9 +87,7 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
             raise ConfigError([Issue("--embeddings", "not_found", f"{path} is not a file", embeddings)])
         return [{"model": model, "data": data, "distill": {"embeddings": str(path.resolve())}}, recipe]
     if embeddings != "random":
-        raise ConfigError(
-            [Issue("--embeddings", "no_effect", "needs a BiLSTM student", embeddings, "--student")]
-        )
+        raise ConfigError([Issue("--embeddings", "no_effect", "needs a BiLSTM", embeddings, "--student")])
     if files.newest_checkpoint_facts(Path(student)) is None:
         model = {**read_yaml(find_config(student)).get("model", {}), "vocab_size": rows}
         return [{"model": model, "data": data}, recipe]

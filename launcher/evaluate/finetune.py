@@ -67,8 +67,8 @@ def source_of(
             issues.append(Issue("--dev", "missing", "your own files need examples for evaluation", hint=fix))
     if dev_fraction is not None and (task or "dev" in own):
         other = "--task" if task else "--dev"
-        text = f"takes the dev set from --train, so it conflicts with {other}"
-        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "omit one of the two"))
+        text, fix = "takes the dev set from --train", f"omit --dev-fraction or {other}"
+        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, fix))
     if issues:
         raise ConfigError(issues)
     if task is not None:
@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job and run directory of each seed. Several seeds have directories inside `run_dir`."""
+    """Return the job and run directory of each seed. With several seeds, these are inside `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -116,7 +116,7 @@ class Pretrained(NamedTuple):
 
 def find_pretrained(run: Path, option: str = "RUN") -> Pretrained:
     """Find the newest checkpoint of a run, the checkpoint at `run`, or a transformers encoder at hf:DIR.
-    `option`: name of `run` in messages. Raise ConfigError if there is none."""
+    `option`: name of `run` in messages. Raise ConfigError if none is found."""
     if (directory := hf_directory(str(run))) is not None:
         return _find_hf(directory.resolve())
     if not run.exists():
@@ -194,7 +194,7 @@ def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, see
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """Set the micro batch to a replica's share of the global batch, unless batch.micro_size is given.
+    """Set the micro batch to a replica's share of the global batch, if it divides and no micro_size is given.
 
     Examples are short, so this share fits on a GPU. On a CPU, keep the configured size if it divides the
     share, because examples are sorted by length and a smaller micro batch is padded less: only to its longest

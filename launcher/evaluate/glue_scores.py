@@ -193,8 +193,8 @@ SCORES = (
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
-    "Scores are out of 100: medians over the seeds, with standard deviations (sd). Differences are means over "
-    "the common seeds, with 95 % intervals by Student's t, and apply only to these pretraining runs."
+    "Scores are out of 100: medians over the seeds, with standard deviations (sd). Differences are means "
+    "over the common seeds, with 95 % intervals by Student's t, and apply only to these pretraining runs."
 )
 
 

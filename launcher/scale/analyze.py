@@ -70,7 +70,7 @@ class CellRuns:
         """Return the step times of the slowest rank in seconds, because all ranks wait for it in every step.
 
         Independent copies do not synchronize: their throughputs add up, so the mean step time of the job is
-        the harmonic mean over the copies. The weights are its derivatives and reproduce it.
+        the harmonic mean over the copies. Weights equal to its derivatives reproduce this mean.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -86,9 +86,9 @@ class CellRuns:
 
         All parts come from the same repeat, so they sum to its step. Two middle repeats are averaged.
         """
-        order = sorted(range(len(self.steps)), key=lambda place: sum(self.steps[place]))
+        order = sorted(range(len(self.steps)), key=lambda index: sum(self.steps[index]))
         middle = order[(len(order) - 1) // 2 : len(order) // 2 + 1]
-        repeats = [self.repeats[place].parts[name] for place in middle]
+        repeats = [self.repeats[index].parts[name] for index in middle]
         return statistics.fmean(statistics.fmean(s for rank in ranks for s in rank) for ranks in repeats)
 
     def share_interval(self, name: str) -> list[float] | None:
@@ -97,39 +97,39 @@ class CellRuns:
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the compute time of the slowest rank / median of the other ranks, compared within repeats.
+        """Return the slowest rank, and the ratio of its compute time to the median of the other ranks.
 
-        Return {} if a rank's compute time is unknown: fsdp, DeepSpeed and tensor parallelism synchronize the
-        ranks in the forward pass.
+        The ratio is computed within each repeat. The result is {} for fsdp, DeepSpeed and tensor parallelism,
+        because their ranks synchronize in the forward pass.
         """
         ranks = range(self.cell.world_size)
-        # [repeat][rank]
-        own = [[sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats]
+        # seconds, [repeat][rank]
+        work = [[sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats]
         alone = computes_alone(self.cell.engine, self.cell.tensor)
-        if len(ranks) == 1 or not alone or not all(map(all, own)):
+        if len(ranks) == 1 or not alone or not all(map(all, work)):
             return {}
-        ratios = [[s[k] / statistics.median([*s[:k], *s[k + 1 :]]) for s in own] for k in ranks]
+        ratios = [[s[k] / statistics.median([*s[:k], *s[k + 1 :]]) for s in work] for k in ranks]
         means = [stats.geometric_mean(each) for each in ratios]
         rank = max(ranks, key=lambda k: means[k][0])
         ratio, interval = means[rank]
-        is_sure = interval is not None and interval[0] > STRAGGLER_RATIO
-        is_slowest = all(s.index(max(s)) == rank for s in own)
+        is_significant = interval is not None and interval[0] > STRAGGLER_RATIO
+        is_slowest = all(s.index(max(s)) == rank for s in work)
         return {
             "straggler_ratio": ratio,
             "straggler_ratio_ci95": interval,
-            "straggler_rank": rank if is_sure and is_slowest else None,
+            "straggler_rank": rank if is_significant and is_slowest else None,
         }
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
     """Return the complete repeats of a cell, or [] if one failed, and the status of the cell."""
     repeats, settings = [], grid.settings
-    for place in range(settings.repeats):
-        directory = run_dir(out, cell, place)
+    for repeat in range(settings.repeats):
+        directory = run_dir(out, cell, repeat)
         status, summary = ended(directory), read_summary(directory)
         if summary is not None and status in ("oom", "failed"):
             return [], {"status": status, "cause": cause(directory)}
-        with contextlib.suppress(*UNREADABLE):  # the run has not finished
+        with contextlib.suppress(*UNREADABLE):  # omit a repeat with incomplete records
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}
 
@@ -198,7 +198,7 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in measured.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # host_s is 0 in steps in which the device lags behind; near 1, the device waits for the host
+        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind
         launch_fraction=measured.part("host_s") / measured.part("step_s") if on_gpu else None,
         launch_fraction_ci95=measured.share_interval("host_s") if on_gpu else None,
         **_loss(measured, single, settings.precision),
@@ -220,7 +220,7 @@ def _efficiencies(
     out: Facts = {}
 
     def add(name: str, over: CellRuns, base: CellRuns | None, count: int = 1) -> None:
-        """Add throughput of `over` / (`count` x throughput of `base`), and its interval, to `out`."""
+        """Add the throughput of `over` / (`count` x the throughput of `base`) with its interval."""
         if base is not None:
             interval = stats.ratio_interval(base.draws, over.draws, over.tokens / base.tokens / count)
             out[name], out[f"{name}_ci95"] = over.tokens_per_s / base.tokens_per_s / count, interval
@@ -239,8 +239,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the additional time of the passes and of the optimizer phase (in which ZeRO-1
-    waits) compared with the ceiling, for the same tokens per rank.
+    Exposed communication is the time by which the forward and backward passes and the optimizer phase (in
+    which ZeRO-1 waits) exceed the ceiling for the same tokens per rank.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -257,7 +257,7 @@ def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
 
 
 def _ddp_exposed(measured: CellRuns) -> float | None:
-    """Return DDP's samples of exposed communication / step time; None for one rank or tensor parallelism."""
+    """Return the share of a step that DDP counts as exposed communication; None with tensor parallelism."""
     if measured.cell.world_size == 1 or measured.cell.tensor > 1:
         return None
     counted = [statistics.median(r.exposed_s) / measured.mean_s for r in measured.repeats if r.exposed_s]
@@ -265,7 +265,7 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with one rank's in strong mode, where all cells train one model."""
+    """Compare the first repeat's losses with the single-rank run. Only strong mode trains the same model."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
@@ -280,11 +280,11 @@ def _flags(cell: CellMeasurement) -> list[str]:
     """Return the caveats that apply to the figures of a cell."""
     flags, skipped = [], cell.skipped_steps
     if skipped:
-        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients) but are counted")
+        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients) but count as steps")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: the single-rank run did not log the same steps")
     if cell.loss_agrees is False:
-        flags.append(f"not the same model: losses deviate by {cell.loss_deviation} from the single-rank run")
+        flags.append(f"not the same model: losses deviate from the single-rank run by {cell.loss_deviation}")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
     if sent is not None and sent[0] > 1:
         flags.append("faster than its ceiling: the engine does less work per rank than an independent copy")
@@ -302,7 +302,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 LOSS_BOUND = 0.05  # smallest reported loss, as a share of a step or of the possible throughput
 LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
-MIN_EFFICIENCY = 0.95  # lower end of the efficiency interval from which a cell scales
+MIN_EFFICIENCY = 0.95  # a cell scales if its whole efficiency interval is at least this
 MEASURE_MORE = "raise --repeats or --steps"
 
 EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
@@ -312,8 +312,7 @@ STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
 
 
 def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Return a diagnosis of each finished cell with two or more ranks, and one of the fastest engine for each
-    mode and N with several engines."""
+    """Return the diagnoses of all finished cells with two or more ranks, and of the fastest engines."""
     runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
     return [*(diagnose_cell(cell) for cell in runs if cell.status != "pending"), *_compare_engines(runs)]
 
@@ -326,9 +325,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if cell.status != "ok":
         return _diagnosis(cell, "failed", str(cell.cause), "see the logs of its runs")
     if cell.efficiency is None:
-        return _diagnosis(
-            cell, "no_baseline", "the baseline has no result", "see the logs of the single-rank cell"
-        )
+        return _diagnosis(cell, "no_baseline", "the baseline has no result", "see the baseline's logs")
     if cell.efficiency_ci95 is None:
         evidence = f"efficiency {format_percent(cell.efficiency)} from one repeat, which gives no interval"
         return _diagnosis(cell, "one_repeat", evidence, "use --repeats 3 or more")
@@ -347,11 +344,12 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if low >= MIN_EFFICIENCY:
         return _diagnosis(cell, "scales", f"{reached}; no loss exceeds its bound", "nothing")
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
-        below = f"the interval reaches below {format_percent(MIN_EFFICIENCY)}"
-        evidence = f"{reached}: {below}, but no loss exceeds its bound"
+        evidence = (
+            f"{reached} is partly below {format_percent(MIN_EFFICIENCY)}, but no loss exceeds its bound"
+        )
         return _diagnosis(cell, "intervals_overlap", evidence)
     evidence = f"{reached}; no single loss has an interval entirely beyond its bound"
-    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the split of the step")
+    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the parts of the step")
 
 
 class _Loss(NamedTuple):
@@ -378,8 +376,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
     ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
     if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - LOSS_BOUND):
-        n = cell.world_size
-        copies = f"throughput of {n} independent copies / ({n} x throughput of one rank)"
+        copies = f"throughput of N = {cell.world_size} independent copies / (N x throughput of one rank)"
         evidence = f"{copies}: {CEILING.text(cell)}"
         hint = "check memory bandwidth, power and clocks; another engine does not help"
         losses.append(_Loss(1 - ceiling, "hardware_ceiling", evidence, hint))
@@ -393,8 +390,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
     if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
         # host time includes the wait for data, which is a separate loss
         evidence = f"the host needs {_share_text(host, cell.launch_fraction_ci95)} of a step to enqueue it"
-        hint = "set compile: on, or use a larger micro batch"
-        losses.append(_Loss(host - wait, "launch_bound", evidence, hint))
+        losses.append(_Loss(host - wait, "launch_bound", evidence, "use compile: on or a larger micro batch"))
     return losses
 
 
@@ -411,8 +407,8 @@ def _share_text(share: float, interval: Sequence[float] | None) -> str:
 
 
 def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Find the fastest engine for each mode and N. The interval of its throughput ratio to every other engine
-    must be entirely above 1."""
+    """Find the fastest of several engines for each mode and N. The interval of its throughput ratio to every
+    other engine must be entirely above 1."""
     out = []
     for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
         ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]

@@ -141,7 +141,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
         if outcome.status == "ok":
             summary = trials.read_summary(trial.directory)
             rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
-            text = f"{rate} over {count_of(trial.ranks, 'rank')}, warm-up included"
+            text = f"{rate} over {count_of(trial.ranks, 'rank')} including warm-up"
         else:
             lost[cells[trial.directory].id] = trial.directory
             text = f"{outcome.status}: {trials.cause(trial.directory)}"

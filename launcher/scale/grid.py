@@ -46,7 +46,7 @@ def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
 
 
 class Grid:
-    """Cells of a benchmark of one configuration, and the issues of cells that cannot run.
+    """Cells of a benchmark for one configuration, and the issues of cells that cannot run.
 
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks. Each mode has the
@@ -82,7 +82,7 @@ class Grid:
             config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
             memory = check_memory(config, ranks, self._machine, on_gpu=self.on_gpu)
-            # a compiled step on a GPU needs less than estimated, so check weights, gradients and state only
+            # compiled steps on a GPU need less memory than estimated: check weights, gradients and state only
             if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
                 raise ConfigError(issues)
         except ConfigError as error:
@@ -151,10 +151,9 @@ class Grid:
     def order(self) -> Iterator[tuple[GridCell, int]]:
         """Yield each (cell, repeat) in the order of execution, which is the same in every call.
 
-        Each repeat runs all cells in another random order, so that a drift in the machine's speed affects all
-        cells alike.
+        Each repeat has another random order of all cells, so that drift of the machine affects all alike.
         """
-        draw = random.Random(len(self.cells))  # noqa: S311 (an order, not a secret)
+        draw = random.Random(len(self.cells))  # noqa: S311 (not used for security)
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):
                 yield cell, repeat

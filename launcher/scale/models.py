@@ -88,7 +88,7 @@ class StepProfile(StoredFile):
     num_layers: Count
     hidden_size: Count
     num_heads: Count = 1
-    micro_s: Seconds  # forward and backward
+    micro_s: Seconds  # duration of the forward and backward passes
     backward_s: Seconds
     optimizer_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     gradients: list[MeasuredGradient] = Field(min_length=1)
@@ -101,12 +101,12 @@ class StepProfile(StoredFile):
 
     @property
     def size(self) -> float:
-        """Return the bytes of all gradients."""
+        """Return the total size of the gradients in bytes."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     @property
     def width(self) -> float:
-        """Return the bytes per gradient element."""
+        """Return the size of a gradient element in bytes."""
         return self.size / self.parameters if self.parameters else 4.0
 
 
@@ -130,7 +130,7 @@ class ScalingSettings(StoredModel):
     global_batch: int | None = None  # in strong mode only
     sequence_length: int | None = None
     parameters: int | None = None
-    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # of forward and backward
     precision: str | None = None
     device: str | None = None
     model: str | None = None
@@ -146,7 +146,7 @@ class StepTime(StoredModel):
 
 
 class RepeatMeasurement(StoredModel):
-    """One run of a cell, in the directory `run`."""
+    """Figures of one repeat of a cell, with the run directory `run`."""
 
     run: str
     steps: int
@@ -192,14 +192,13 @@ class CellMeasurement(GridCell):
     communication_efficiency: float | None = None  # throughput / throughput of the ceiling
     communication_efficiency_ci95: Interval | None = None
     exposed_comm_fraction: float | None = None  # 1 - communication_efficiency
-    exposed_comm_ddp_fraction: float | None = None  # by DDP's counters, as a share of a step
+    exposed_comm_ddp_fraction: float | None = None  # share of a step, by DDP's counters
     straggler_ratio: float | None = None
-    """Compute time of the slowest rank before any reduction / median of the other ranks: geometric mean of
-    this ratio over the repeats."""
+    """Compute time before any reduction, slowest rank / median of the others, geometric mean over repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
     """The slowest rank, if it is slowest in every repeat and straggler_ratio_ci95 is entirely above 1.2."""
-    peak_memory_gib: float | None = None  # highest of all ranks
+    peak_memory_gib: float | None = None  # highest peak of any rank
     mfu: float | None = None  # model FLOP/s / data-sheet FLOP/s
     mamfu: float | None = None  # model FLOP/s / measured matmul FLOP/s
     launch_fraction: float | None = None  # host time to enqueue a step / step time; null on a CPU
@@ -222,7 +221,7 @@ class CellMeasurement(GridCell):
 
 
 class BottleneckDiagnosis(StoredModel):
-    """The largest loss of a cell, or the fastest engine."""
+    """Diagnosis of a cell: its failure, its largest loss, or a comparison of engines."""
 
     cell: str
     kind: DiagnosisKind

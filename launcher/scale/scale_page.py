@@ -32,7 +32,7 @@ RESULT_NOTE = (
     "scaling.json contains the figures of every cell and repeat."
 )
 WHISKERS = (
-    "Whiskers: 95 % intervals over repeats; points with an interval wider than a factor of two are omitted."
+    "Whiskers: 95 % intervals over repeats. Points with intervals wider than a factor of two are omitted."
 )
 
 
@@ -144,10 +144,8 @@ def _agreement(scaling: Scaling) -> list[str]:
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []
-    agree, deviation = (
-        sum(cell.loss_agrees is True for cell in compared),
-        max(cell.loss_deviation or 0 for cell in compared),
-    )
+    agree = sum(cell.loss_agrees is True for cell in compared)
+    deviation = max(cell.loss_deviation or 0 for cell in compared)
     losses = f"The losses of {agree} of {len(compared)} compared cells agree with the single-rank run"
     return [f"{losses}; the largest relative deviation is {format_lr(deviation)}."]
 
@@ -213,7 +211,7 @@ def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
         page.Axis("time of a step", "seconds"),
         page.Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
-        note="Mean over ranks and timed steps. Exposed communication: additional time beyond the ceiling.",
+        note="Means over ranks and timed steps. Exposed communication is the time beyond the ceiling.",
     )
 
 
@@ -225,9 +223,7 @@ def _bandwidth(scaling: Scaling) -> page.Figure:
         lines.append(
             page.Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both")
         )
-    x_axis, y_axis = (
-        page.Axis("message (bytes)", log=True),
-        page.Axis("bus bandwidth (GB/s, 1e9)", from_zero=True),
-    )
+    x_axis = page.Axis("message (bytes)", log=True)
+    y_axis = page.Axis("bus bandwidth (GB/s, 1 GB = 1e9 bytes)", from_zero=True)
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, which is the rate of the slowest link."
     return page.Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

@@ -42,7 +42,7 @@ TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # largest limit / limit of an earlier search for which its choice stays valid
+MAX_MEMORY_RATIO = 1.1  # a cached choice stays valid up to this multiple of its memory limit
 GUARD_GIB = 1.0  # address space that a rank reserves but never uses, added to its limit
 
 
@@ -145,7 +145,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
         limit, _ = setup.machine.rank_memory(ranks, on_gpu)
     elif not 0 < limit < math.inf:
         hint = "use a number above 0"
-        issues.append(Issue("--memory", "out_of_range", f"{limit} GiB", value=limit, hint=hint))
+        issues.append(Issue("--memory", "out_of_range", f"is {limit} GiB", value=limit, hint=hint))
     if issues:
         raise ConfigError(issues)
     precision = trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu)
@@ -186,7 +186,7 @@ class BatchSearch:
         self.line: throughput.MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
-        self._startup_s = self._sequence_s = 0.0  # a trial without its steps; the fastest sequence
+        self._startup_s = self._sequence_s = 0.0  # seconds of a trial without steps, and of a sequence
         self._limited_by: Literal["memory", "budget", "global batch"] = "global batch"
 
     def run(self) -> None:
@@ -287,9 +287,7 @@ class BatchSearch:
         for micro in sizes:
             if self.used_s > self.spec.latest_s:
                 if not self.sizes:  # only memory trials have run
-                    self._log(
-                        "no time is left for timed runs; resume in this directory with a larger --budget"
-                    )
+                    self._log("no time for timed runs; resume in this directory with a larger --budget")
                     self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
                     self.sizes = sorted({trial.micro_batch for trial in self.trials})
                 self._limited_by = "budget"
@@ -329,7 +327,7 @@ class BatchSearch:
         return trial
 
     def _timed_steps(self, runs: int) -> int:
-        """Return the number of timed steps, which take as long as the start-up if the budget allows it."""
+        """Return the number of timed steps. They take as long as the start-up if the budget allows it."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
         return min(throughput.MAX_STEPS, max(throughput.MIN_STEPS, int(each_s / step_s)))
@@ -344,7 +342,7 @@ class BatchSearch:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return sequences/s of each run at the declared global batch, by micro batch without failed runs."""
+        """Return sequences/s of each run by micro batch, at the declared global batch. Omit failed sizes."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes
@@ -404,7 +402,7 @@ class BatchSearch:
         return outcome.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> trials.Trial:
-        """Return a trial of `steps` steps of the user's configuration with this batch; no checkpoints."""
+        """Return a trial of the user's configuration with this batch and number of steps."""
         spec, guard = self.spec, None
         config = trials.timed_config(
             spec.config,

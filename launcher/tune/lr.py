@@ -19,11 +19,11 @@ from launcher.run import trials
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
-SHORT_RATIO = 8  # tokens of a whole run / of a first-rung run; least steps of a whole run
+SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the fewest steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""Function that predicts (tokens/s of a trial on a number of ranks, factor of its 95 % interval) or None."""
+"""Function of (job, ranks): predicted tokens/s of a trial and factor of its 95 % interval, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def tune_lr(
     how: VerbOptions,
     predict: Predict = lambda setup, ranks: None,
 ) -> int:
-    """Run the search and return the exit code. `predict`: estimates the duration for a dry run.
+    """Run the search and return the exit code. `predict`: used to estimate the duration in a dry run.
 
     Raise ConfigError with all issues of the input before any trial starts.
     """
@@ -73,8 +73,8 @@ def tune_lr(
     log = how.log(setup)
     log(f"learning rate search: {folder}")
     log(
-        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
-        f"{count_of(options.seeds, 'seed')} at full length; {layout}"
+        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then the best "
+        f"{FINALISTS} with {count_of(options.seeds, 'seed')} at full length; {layout}"
     )
     if how.dry_run:
         log(length_text(setup, options, ranks, predict))
@@ -189,7 +189,7 @@ class LrSearch:
         self._progress = trials.Progress([], log)
 
     def run(self) -> None:
-        """Run the whole search. Raise Stopped, TrialsFailed, or ConfigError if the hours are too few."""
+        """Run the whole search. Raise Stopped, TrialsFailed, or ConfigError if whole runs are too short."""
         test = self.range_test = self._test_range()
         tokens = self.tokens = self._choose_tokens()
         expected = [
@@ -335,8 +335,7 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run, including its batch ramp. None for a budget in hours, dollars
-    or kWh."""
+    """Return the tokens of the configured run with batch ramp; None unless the budget is steps or tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -346,7 +345,7 @@ def full_tokens(config: Config) -> int | None:
 
 
 def range_steps(config: Config, tokens: int | None) -> int:
-    """Return the steps of the range test for whole runs of `tokens` (None: not yet known)."""
+    """Return the number of steps of the range test. `tokens`: tokens of a whole run; None = not yet known."""
     if tokens is None:
         return RANGE_STEPS
     return min(RANGE_STEPS, max(MIN_RANGE_STEPS, tokens // RANGE_RATIO // step_tokens(config)))
@@ -374,7 +373,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration without checkpoints, with prepared data: all seeds share the held-out set."""
+    """Return the configuration with prepared data, so that seeds share the held-out set; no checkpoints."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -392,7 +391,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate. Its scaling rule then starts from the current batch."""
+    """Return the user's configuration with this rate. A scaling rule then refers to the current batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

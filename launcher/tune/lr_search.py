@@ -14,7 +14,7 @@ from launcher.stats import half_width
 
 SMOOTHING = 5  # number of range-test losses that are averaged
 RISE_SHARE = 0.1  # least rise of the loss at divergence, as a share of its fall
-RISE_SIGMAS = 8.0  # least rise in deviations of a smoothed loss; the lowest of 100 is 2.5 below the mean
+RISE_SIGMAS = 8.0  # least rise in deviations of a smoothed loss (the lowest of 100 is 2.5 below their mean)
 EDGE_RATIO = 4.0  # edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
@@ -63,7 +63,7 @@ class LrTrial(StoredModel):
 
 
 class Rung(StoredModel):
-    """Trials of one length."""
+    """Trials of one length in tokens."""
 
     tokens: int
     seeds: list[int]
@@ -94,7 +94,7 @@ class LrChoice(StoredModel):
     heldout_loss: float  # mean over the seeds
     seeds: int
     lead: float | None  # nats below the next best rate, mean over common seeds; null: no other rate
-    edge_side: Side | None  # side of the choice without a measured rate; null: none
+    edge_side: Side | None  # side on which no rate beyond the choice was measured; null: none
     tied: list[float]  # rates that are not significantly worse
 
 
@@ -165,7 +165,7 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
     """Mark trials as diverged if they end above the unigram entropy but a lower rate ends below it.
 
-    If no lower rate ends below the entropy, the runs may only be too short to learn.
+    If no lower rate ends below the entropy, the runs may simply be too short to learn.
     """
     if unigram is None:
         return list(trials)
@@ -184,8 +184,8 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
     """Return the next rates to train in the first rung; [] when it is complete.
 
     The ladder comes first. Then rates are added one at a time: beyond the best rate while that is the highest
-    or the lowest, or half of the lowest rate while all diverge. Each end gets at most EXTENSIONS rates, and
-    none above the edge.
+    or the lowest, or at half of the lowest rate while all diverge. Each end gets at most EXTENSIONS rates,
+    none of them above the edge.
     """
     if not first.trials:
         return list(ladder)

@@ -79,14 +79,14 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", "No micro batch was chosen.")
-    share = "the fastest" if len(tune.sizes) > 1 else "the only size timed"
+    share = "the fastest" if len(tune.sizes) > 1 else "the only timed size"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
         share = f"{formats.format_percent(choice.share_of_best)} of the fastest ({fastest})"
     notes = [LIMITS[choice.limited_by]]
     if choice.not_settled:
         sizes = ", ".join(map(format_count, choice.not_settled))
-        notes.append(f"Not settled: micro batch {sizes} may be more than 3 % faster; raise --budget.")
+        notes.append(f"Sizes that may be more than 3 % faster: {sizes}. Raise --budget to decide.")
     chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
     text = f"{chosen}: {format_si(choice.samples_per_s, 'sequences/s')}, {share}."
     return Verdict("warn" if choice.not_settled else "ok", text, notes)
