@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def export(
     form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
-    """Export a run to the new directory `out` and print a summary. Raise ConfigError if it is unusable."""
+    """Export a run to the new directory `out` and print a summary. Raise ConfigError if it cannot be read."""
     os.environ |= kernel_caches()  # otherwise torch stores kernels in a temporary directory
     from bert_dp.exporting import source as write
     from bert_dp.measure.matmul_peak import use_all_cores
@@ -36,9 +36,9 @@ def export(
     flags = [*(["--encoder"] if encoder else []), *([f"--{precision}"] if precision != "fp32" else [])]
     command = shlex.join(["bert-dp", "export", form, run.name, "--out", out.name, *flags])
     exported = write.export(source, form, out, command=command, precision=precision)
-    what = f"{exported.architecture or form}, {exported.precision}, {exported.kind}"
+    description = f"{exported.architecture or form}, {exported.precision}, {exported.kind}"
     sizes = f"{format_count(exported.parameters)} parameters, step {format_count(exported.step)}"
-    show(console, f"{out}: {what}, {sizes}", **PLAIN)
+    show(console, f"{out}: {description}, {sizes}", **PLAIN)
     following = f"bert-dp export check {shlex.quote(str(out))} --run {shlex.quote(str(run))}"
     show(console, f"next: {runnable(following)}", **PLAIN)
     return 0
@@ -77,7 +77,7 @@ def check_report(check: ExportCheck) -> Report:
     ]
     verdict = Verdict("ok", "The export reproduces the outputs of the run.")
     if check.tolerance is None:
-        verdict = Verdict("ok", f"Differences are measured but not judged in {check.precision}.")
+        verdict = Verdict("ok", f"Differences are reported but not judged in {check.precision}.")
     if not check.ok:
         verdict = Verdict("fail", "The export does not reproduce the outputs of the run.")
     title = "bert-dp: export compared with its run"

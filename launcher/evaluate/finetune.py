@@ -63,7 +63,7 @@ def source_of(
             text = "your own files need examples for training"
             issues.append(Issue("--train", "missing", text, hint="add --train FILE"))
         if "dev" not in own and dev_fraction is None:
-            fix = "add --dev FILE, or --dev-fraction 0.1 to take it from --train"
+            fix = "add --dev FILE, or --dev-fraction 0.1 to take examples from --train"
             issues.append(Issue("--dev", "missing", "your own files need examples for evaluation", hint=fix))
     if dev_fraction is not None and (task or "dev" in own):
         other = "--task" if task else "--dev"
@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job and run directory of each seed. With several seeds, these are inside `run_dir`."""
+    """Return the job and run directory of each seed. Directories of several seeds are in `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -135,7 +135,7 @@ def _find_hf(directory: Path) -> Pretrained:
     with job.issues_by_option({"run.init_from": "RUN"}):
         encoder = read_hf(directory)
     if not encoder.tokenizer.is_file():
-        message, hint = f"{directory} has no {encoder.tokenizer.name}", "save it there with transformers"
+        message, hint = f"{directory} has no {encoder.tokenizer.name}", "save the tokenizer with transformers"
         raise ConfigError([Issue("RUN", "missing", message, str(directory), hint=hint)])
     run, no_data = Path(f"{HF}{directory}"), {"data": {"path": "not-prepared"}, "schedule": {"steps": 1}}
     return Pretrained(run, run, 0, resolve([encoder.level(), no_data]), encoder.tokenizer)
@@ -194,7 +194,7 @@ def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, see
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """Set the micro batch to a replica's share of the global batch, if it divides and no micro_size is given.
+    """Set the micro batch to a replica's share of the global batch if that is whole and no size is given.
 
     Examples are short, so this share fits on a GPU. On a CPU, keep the configured size if it divides the
     share, because examples are sorted by length and a smaller micro batch is padded less: only to its longest

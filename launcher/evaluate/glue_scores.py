@@ -88,13 +88,13 @@ class GlueTask(StoredModel):
 class Glue(Measurement):
     """Contents of glue.json."""
 
-    hint: ClassVar[str] = "rerun the same `bert-dp eval glue` command with the same --out to rewrite it"
+    hint: ClassVar[str] = "rerun the same `bert-dp eval glue` command with the same --out to rewrite the file"
     schema_version: Literal[1] = 1
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
     start: GlueStart
     lr: float
-    heldout_loss: float | None  # of `start` in nats; null: random weights, or step not evaluated
+    heldout_loss: float | None  # of `start`, in nats; null: random weights, or a step without evaluation
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task -> reason
     average: float | None  # mean of the medians of AVERAGED
@@ -235,7 +235,7 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
-    """Return the limitations of a score."""
+    """Return remarks on the limitations of a score."""
     failed = sum(seed is None for seed in score.seeds)
     constant = sum(score.split in trial.one_class for trial in task.trials)
     parts = [

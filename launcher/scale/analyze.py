@@ -20,7 +20,7 @@ from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, Diagnosi
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # allowed relative deviation
-MAX_DISAGREEMENT = 0.05  # between two measurements of exposed communication, as a share of a step
+MAX_DISAGREEMENT = 0.05  # largest difference of two measures of exposed communication, share of a step
 Facts = dict[str, Any]
 
 
@@ -70,7 +70,7 @@ class CellRuns:
         """Return the step times of the slowest rank in seconds, because all ranks wait for it in every step.
 
         Independent copies do not synchronize: their throughputs add up, so the mean step time of the job is
-        the harmonic mean over the copies. Weights equal to its derivatives reproduce this mean.
+        the harmonic mean over the copies. Weighting the copies by its derivatives reproduces it.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]

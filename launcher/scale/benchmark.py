@@ -23,8 +23,8 @@ from launcher.scale.scale_page import FILE, scale_page
 PLAN = "grid.json"
 MUST_MATCH = ("config_hash", "settings", "cells")
 MAY_INCREASE = ("settings.repeats",)
-SWEEP = tuple(4**k for k in range(6, 14))  # message sizes in bytes, 4 KiB to 64 MiB
-LINK_S = 0.3  # seconds per message size
+SIZES = tuple(4**k for k in range(6, 14))  # message sizes in bytes, 4 KiB to 64 MiB
+SIZE_S = 0.3  # seconds per message size
 
 
 def scale(
@@ -117,7 +117,7 @@ def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
 
 
 def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
-    """Run all unfinished repeats, except of cells with a repeat that failed or ran out of memory."""
+    """Run all unfinished repeats. Skip cells with a repeat that failed or ran out of memory."""
     cells = {run_dir(runs.out, cell, repeat): cell for cell, repeat in grid.order()}
     pending = [
         Trial(path, grid.config_of(cell), cell.world_size, cores_of(grid, cell.world_size))
@@ -153,7 +153,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
 def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
     """Return the cores on which `ranks` CPU ranks run; None for GPUs.
 
-    Each rank has as many cores as in the largest cell. If that cell has more ranks than cores, return all.
+    Each rank has as many cores as in the largest cell. If that has more ranks than cores, return all cores.
     """
     if grid.on_gpu:
         return None
@@ -168,9 +168,9 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
         path = runs.out / f"links-{count}.json"
         if results.find(path, models.MeasuredLink) is not None:
             continue
-        log(f"measuring all-reduces over {count} ranks at {len(SWEEP)} message sizes")
-        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, SWEEP)])
-        if len(lines) == len(SWEEP):  # otherwise, the next call repeats the measurement
+        log(f"measuring all-reduces over {count} ranks at {len(SIZES)} message sizes")
+        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(SIZE_S), *map(str, SIZES)])
+        if len(lines) == len(SIZES):  # otherwise, the next call repeats the measurement
             points = [{**line, "seconds": line["seconds_median"]} for line in lines]
             link = {"world_size": count, "backend": lines[0]["backend"], "points": points}
             results.write(path, results.parse(link, models.MeasuredLink, path.name))

@@ -51,7 +51,7 @@ class Grid:
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks. Each mode has the
     baselines `single` and ddp on one rank and, for N ranks, a ceiling of N independent copies with the same
-    samples per rank. A ceiling is omitted if its batch does not divide or its copies do not fit in memory.
+    samples per rank. A ceiling is omitted if its batch does not divide evenly or does not fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
@@ -151,7 +151,7 @@ class Grid:
     def order(self) -> Iterator[tuple[GridCell, int]]:
         """Yield each (cell, repeat) in the order of execution, which is the same in every call.
 
-        Each repeat has another random order of all cells, so that drift of the machine affects all alike.
+        Each repeat orders the cells at random, so that drift of the machine affects all cells alike.
         """
         draw = random.Random(len(self.cells))  # noqa: S311 (not used for security)
         for repeat in range(self.settings.repeats):

@@ -1,7 +1,7 @@
 """Define the models of the files that `bert-dp scale` writes.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. An interval is [low, high] at 95 %. null means not measured.
+are fractions. An interval is [low, high] at 95 %. null means that a value was not measured.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a default)
@@ -130,7 +130,7 @@ class ScalingSettings(StoredModel):
     global_batch: int | None = None  # in strong mode only
     sequence_length: int | None = None
     parameters: int | None = None
-    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # of forward and backward
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward passes
     precision: str | None = None
     device: str | None = None
     model: str | None = None

@@ -11,7 +11,7 @@ from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
-LOG_FROM = 16  # largest N / smallest N above which the N axis is logarithmic
+LOG_AXIS_RATIO = 16  # largest N / smallest N above which the N axis is logarithmic
 LEVELS: dict[page.Level, Sequence[DiagnosisKind]] = {
     "fail": ("out_of_memory", "failed"),
     "ok": ("scales", "fastest"),
@@ -88,7 +88,7 @@ def _status(scaling: Scaling) -> list[page.Verdict]:
     done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(page.Verdict("warn", f"Partial: {done}, {pending} pending."))
+        verdicts.append(page.Verdict("warn", f"Partial: {done}; cells pending: {pending}."))
     if lost:
         causes = [f"{c.id}: {c.status}: {page.first_line(c.cause)}" for c in lost]
         verdicts.append(page.Verdict("fail", f"{done}; these cells failed:", causes))
@@ -160,7 +160,7 @@ def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figu
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
         groups.setdefault(label, []).append(cell)
     sizes = sorted({float(cell.world_size) for cell in runs})
-    x = page.Axis("N, ranks", "count", sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+    x = page.Axis("N, ranks", "count", sizes[-1] > LOG_AXIS_RATIO * sizes[0], ticks=sizes)
     label = "speed-up: throughput / throughput of one rank"
     return [
         page.Figure(

@@ -42,7 +42,7 @@ TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # a cached choice stays valid up to this multiple of its memory limit
+MAX_MEMORY_RATIO = 1.1  # a cached choice limited by memory stays valid up to this multiple of its limit
 GUARD_GIB = 1.0  # address space that a rank reserves but never uses, added to its limit
 
 
@@ -113,7 +113,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first trial shows how many the budget allows")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first shows how many trials the budget allows")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
 
@@ -272,7 +272,8 @@ class BatchSearch:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
         timed = throughput.sizes_to_time(affordable)
         run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
-        while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():  # two rounds
+        # the second round has half of the sizes
+        while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():
             timed = timed[1:]
         while len(timed) > 1 and self.used_s + (len(timed) - 1) * run_s > spec.latest_s:
             timed = timed[1:]
@@ -281,7 +282,7 @@ class BatchSearch:
     # --- throughput
 
     def _first_round(self, sizes: Sequence[int]) -> None:
-        """Run each size once, in ascending order, until the next is too large by the memory line."""
+        """Run the sizes once, ascending, until the memory line predicts that the next one does not fit."""
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
         self._log(f"throughput: micro batches {', '.join(map(str, sizes))}; {self.samples} sequences/step")
         for micro in sizes:
@@ -373,7 +374,7 @@ class BatchSearch:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
-        self._log(f"noise scale: measuring {steps} steps at the declared batch")
+        self._log(f"noise scale: measuring {steps} steps with the declared batch")
         seconds, self.noise = self.noise_scale(micro, steps)
         self.used_s += seconds
 
@@ -421,7 +422,7 @@ class BatchSearch:
     # --- the result
 
     def choice(self) -> throughput.BatchChoice | None:
-        """Return the best size of all runs so far; None if no size ran."""
+        """Return the chosen size, based on all runs so far; None if no size ran."""
         if not (rates := self.rates()):
             return None
         # on a GPU, choose the fastest size, because its memory has no other use

@@ -125,7 +125,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return issues if whole runs are too short for two rungs. `tokens`: measured, for a budget in hours."""
+    """Return issues if whole runs are too short for two rungs. `tokens`: measured if the budget is hours."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the tokens of a whole run"
@@ -133,8 +133,8 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
-    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps, the least for a whole run"
-    setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,}"
+    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps, the minimum for a whole run"
+    setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,} tokens"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
@@ -373,7 +373,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration with prepared data, so that seeds share the held-out set; no checkpoints."""
+    """Return the configuration without checkpoints, with prepared data: all seeds share the held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},

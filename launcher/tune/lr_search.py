@@ -13,8 +13,8 @@ from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
 SMOOTHING = 5  # number of range-test losses that are averaged
-RISE_SHARE = 0.1  # least rise of the loss at divergence, as a share of its fall
-RISE_SIGMAS = 8.0  # least rise in deviations of a smoothed loss (the lowest of 100 is 2.5 below their mean)
+RISE_SHARE = 0.1  # minimum rise of the loss at divergence, as a share of its fall
+RISE_SIGMAS = 8.0  # minimum rise in deviations of a smoothed loss; the lowest of 100 is 2.5 below the mean
 EDGE_RATIO = 4.0  # edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2

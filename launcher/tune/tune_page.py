@@ -120,7 +120,7 @@ def throughput_figure(tune: TuneBatch) -> Figure:
     best = max((mean or 0.0 for mean in means), default=None)
     return Figure(
         "Throughput against micro batch",
-        [Line("mean, 95 % over runs", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
+        [Line("mean, 95 % interval", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
         page.Axis("micro batch (sequences)", "count", log=True, ticks=x),
         page.Axis("sequences/s, all ranks", from_zero=True),
         levels=[ReferenceLine("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],

@@ -41,7 +41,7 @@ def test_what_failed_is_said_with_its_cause() -> None:
     report = of(data)
     done, total = sum(c["status"] == "ok" for c in data["cells"]), len(data["cells"])
     partial, lost = report.verdicts[:2]
-    assert partial.text == f"Partial: {done} of {total} cells have a result, 1 pending."
+    assert partial.text == f"Partial: {done} of {total} cells have a result; cells pending: 1."
     assert (lost.level, lost.notes) == ("fail", ["weak-zero1-n4: oom: rank 1: out of memory"])
     efficiency = figure_of(report, "Efficiency, weak scaling")
     assert points(lines(report, efficiency.title)["zero1"])[4] is None  # a gap, and its N stays on the axis
