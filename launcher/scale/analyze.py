@@ -70,7 +70,7 @@ class CellRuns:
         """Return the step times of the slowest rank in seconds, because all ranks wait for it in every step.
 
         Independent copies do not synchronize: their throughputs add up, so the mean step time of the job is
-        the harmonic mean over the copies. Weighting the copies by its derivatives reproduces it.
+        the harmonic mean over the copies. To reproduce this mean, copies are weighted by its derivatives.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -84,7 +84,8 @@ class CellRuns:
     def part(self, name: str) -> float:
         """Return the mean seconds of a part of a step, over the ranks and steps of the median repeat.
 
-        All parts come from the same repeat, so they sum to its step. Two middle repeats are averaged.
+        All parts come from the same repeat, so that they sum to its step. With an even number of repeats, the
+        two middle repeats are averaged.
         """
         order = sorted(range(len(self.steps)), key=lambda index: sum(self.steps[index]))
         middle = order[(len(order) - 1) // 2 : len(order) // 2 + 1]
@@ -257,7 +258,7 @@ def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
 
 
 def _ddp_exposed(measured: CellRuns) -> float | None:
-    """Return the share of a step that DDP counts as exposed communication; None with tensor parallelism."""
+    """Return the share of a step that DDP counts as exposed communication, or None if it is not counted."""
     if measured.cell.world_size == 1 or measured.cell.tensor > 1:
         return None
     counted = [statistics.median(r.exposed_s) / measured.mean_s for r in measured.repeats if r.exposed_s]
@@ -344,9 +345,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if low >= MIN_EFFICIENCY:
         return _diagnosis(cell, "scales", f"{reached}; no loss exceeds its bound", "nothing")
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
-        evidence = (
-            f"{reached} is partly below {format_percent(MIN_EFFICIENCY)}, but no loss exceeds its bound"
-        )
+        evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no loss exceeds its bound"
         return _diagnosis(cell, "intervals_overlap", evidence)
     evidence = f"{reached}; no single loss has an interval entirely beyond its bound"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the parts of the step")

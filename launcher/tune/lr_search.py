@@ -52,7 +52,7 @@ class LrTrial(StoredModel):
     status: LrTrialStatus
     reason: str | None = None
     heldout_loss: float | None = None
-    heldout: HeldOut | None = None  # the loss with its denominator
+    heldout: HeldOut | None = None  # held-out loss with its denominator
     tokens: int
     seconds: float = 0.0
 
