@@ -1,6 +1,6 @@
-"""Train on one rank, with a plain module and no process group: the baseline for every measurement.
+"""Train on one rank with a plain module and no process group, as the baseline for every measurement.
 
-On N ranks (as `independent`) each rank trains separately, on its own share of the samples.
+As the engine `independent`, on N ranks, each rank trains its own model on its own share of the samples.
 """
 
 from contextlib import nullcontext
