@@ -28,7 +28,7 @@ def make_optimizer(
     compiled: bool = False,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `config.name` by `make` of `bert_dp.optim.<name>`, or by the user's function.
+    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>` or with the user's function.
     `model` decides by name which parameters have weight decay and which are matrices. `precision`: the run's
     precision. The training loop sets the learning rate before every step."""
     is_own = CODE.fullmatch(config.name) is not None

@@ -1,6 +1,6 @@
 """Create LAMB (arXiv 1904.00962) as in NVIDIA apex's FusedLAMB: with Adam's bias correction, with eps outside
-the root, and with a trust ratio ||w|| / ||u|| per whole tensor, only for tensors with weight decay. The
-engine clips by the global norm."""
+the root, and with a trust ratio ||w|| / ||u|| for each whole tensor that has weight decay. The engine clips
+by the global norm."""
 
 from collections.abc import Iterable
 from typing import Any

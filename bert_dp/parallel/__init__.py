@@ -43,14 +43,14 @@ class Engine(Protocol):
         """Run the backward pass of `loss`, this replica's share; the shares sum to the step's loss."""
 
     def step(self, max_norm: float) -> Tensor:
-        """Clip the reduced gradients to `max_norm` (0 = no clipping), take an optimizer step and zero the
-        gradients. If the norm is not finite, all ranks skip the step. Returns the norm before clipping."""
+        """Clip the norm of the reduced gradients to `max_norm` (0 = do not clip), take an optimizer step and
+        zero the gradients. If the norm is not finite, all ranks skip the step. Returns the unclipped norm."""
 
     def gather_state(self) -> State | None:
         """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
-        """Load a canonical state, whole on every rank, that matches the model (`checkpoint.state_issues`)."""
+        """Load a canonical state, whole on every rank. It must match the model: `checkpoint.state_issues`."""
 
 
 def engine_name(config: ParallelConfig, world_size: int) -> str:

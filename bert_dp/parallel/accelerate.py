@@ -32,7 +32,7 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # accelerate does not read the variables of srun and mpirun; and it would set the number of threads
+        # accelerate does not read the variables of srun and mpirun, and it would set the number of threads
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         # without bucket_mib, accelerate passes no size, and torch's default has a first bucket of 1 MiB

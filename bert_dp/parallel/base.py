@@ -14,7 +14,7 @@ from bert_dp.training.process import World
 
 
 class RankGrid:
-    """Arrange ranks as [dp, tp]. A replica's tensor-parallel ranks are consecutive, to be on the same node.
+    """Arrange ranks as [dp, tp]. A replica's tensor-parallel ranks are consecutive, to share a node.
     `replicas` > 1 splits dp further, into [replicas, dp / replicas]."""
 
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):

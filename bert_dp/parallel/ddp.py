@@ -1,5 +1,5 @@
-"""Train with DistributedDataParallel: every replica has all weights, and the last micro batch all-reduces the
-gradients in buckets."""
+"""Train with DistributedDataParallel: every replica has all weights, and gradients are all-reduced in buckets
+on the last micro batch only."""
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
@@ -70,7 +70,7 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # DDP records the static graph in the first reduction, in the dry run, which discards gradients
+            # DDP records the graph in the first reduction, during the dry run, which discards gradients
             return nullcontext()
         return self._ddp.no_sync()
 

@@ -2,8 +2,8 @@
 loop are bert-dp's.
 
 Stages 0 and 1 reduce only on the last micro batch, 2 and 3 on every micro batch. Tensors are flattened, so
-Muon is unsupported, and LAMB is limited to stage 0. To clip, DeepSpeed divides by (norm + 1e-6) / clip, the
-other engines by norm / clip. Stages 1 to 3 skip a step whose norm is not finite; `found_inf` skips it at 0.
+Muon is unsupported, and LAMB is limited to stage 0. To clip, DeepSpeed divides by (norm + 1e-6) / clip; other
+engines divide by norm / clip. For a norm that is not finite, DeepSpeed skips the step only in stages 1 to 3.
 """
 
 import logging
@@ -24,7 +24,7 @@ from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
-OLDEST = (0, 19, 8)  # oldest version tested; older ones may not skip an fp32 step that is not finite
+OLDEST = (0, 19, 8)  # oldest tested version; older ones may not skip an fp32 step if its norm is not finite
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as in ddp; DeepSpeed would allocate its default of 2 GB
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -52,9 +52,9 @@ class Engine:
             hint = f"install {'.'.join(map(str, OLDEST))} or newer"
             raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # by DeepSpeed
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed
         if device.type == "cpu":
-            deepspeed.ops.__compatible_ops__ = {}  # so that it compiles no all-reduce for inference
+            deepspeed.ops.__compatible_ops__ = {}  # so that DeepSpeed compiles no all-reduce for inference
         if deepspeed.comm.is_initialized():  # drop references to destroyed groups of an earlier run
             deepspeed.utils.groups._release_process_group_references()
         self._package: Any = deepspeed
@@ -91,7 +91,7 @@ class Engine:
 
     def step(self, max_norm: float) -> Tensor:
         assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips by its configured norm only"
-        if self._stage == 0:
+        if self._stage == 0:  # DeepSpeed would not skip a step that is not finite, so the optimizer does
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
             self._optimizer.grad_scale = torch.ones_like(norm)  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def settings(config: Config, precision: str) -> dict[str, Any]:
     """Return DeepSpeed's configuration. DeepSpeed's defaults apply to all keys that are not set here."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
-        "gradient_accumulation_steps": 1,  # the loop accumulates, because a batch ramp changes the number
+        "gradient_accumulation_steps": 1,  # the loop accumulates, because a batch ramp changes this number
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "fp16": {"enabled": False},

@@ -55,8 +55,8 @@ def write_state(
     shard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state of this model in place. Without state for the optimizer or the scaler, reset the
-    optimizer or the scaler. `parameters`: see `read_state`."""
+    """Load a canonical state of this model in place. An optimizer or scaler without saved state is reset.
+    `parameters`: see `read_state`."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():
@@ -81,5 +81,5 @@ def write_state(
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copy `items` to the host if `keep`. Evaluate every item in any case, because this may be collective."""
+    """Copy `items` to the host if `keep`. Evaluates every item in any case, as this may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

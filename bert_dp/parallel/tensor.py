@@ -1,8 +1,8 @@
 """Split a model by its tensor plan, as in Megatron-LM (arXiv 1909.08053), into layers on plain tensors.
 
 A column-parallel linear layer computes a part of the outputs, and its input gradient is summed over the
-ranks. A row-parallel layer uses a part of the inputs, and its output is summed. The embedding is split by
-rows, which are tokens of the vocabulary, and logits are never gathered.
+ranks. A row-parallel layer uses a part of the inputs, and its output is summed. The vocabulary (the rows of
+the embedding) is split over the ranks, and logits are never gathered.
 """
 
 from collections.abc import Mapping
@@ -207,7 +207,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """Return (weight[ids], weight); backward adds the gradients of both uses in one tensor."""
+    """Return (weight[ids], weight); backward sums the gradients of both uses in one tensor."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, rank: int, group: str) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the terms of the cross entropy by reducing P and 2 P numbers instead of gathering P x V. Logits
-    are relative to the greatest one of all ranks. Returns exp_PV, the exponentials of this rank's columns;
+    are relative to the greatest logit of all ranks. Returns exp_PV, the exponentials of this rank's columns;
     sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative label); local_P, the
     label's column on this rank; and mine_P, True if this rank has that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)

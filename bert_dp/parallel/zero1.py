@@ -1,8 +1,8 @@
 """Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, and the optimizer state of the
 tensors that it owns.
 
-Gradients are reduced to a tensor's owner, which broadcasts the new weights; both send as many bytes as one
-all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) remain exact.
+Gradients are reduced to a tensor's owner, which broadcasts the new weights. Together this sends as many bytes
+as one all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) remain exact.
 """
 
 import itertools

@@ -36,8 +36,8 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on each rank whose data differ from rank 0's, as nodes may use separate caches.
-    Collective."""
+    """Raise ConfigError on each rank whose data differ from rank 0's, which is possible if nodes have
+    separate caches. Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
         message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"
@@ -46,9 +46,9 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to resume from, which rank 0 chooses; None = start a new run. `policy`: "auto"
+    """Load the checkpoint to resume from, chosen by rank 0; return None to start a new run. `policy`: "auto"
     (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
-    ConfigError if checkpoints exist but none is valid, or if data or a fixed setting differ. Collective."""
+    ConfigError if all checkpoints are damaged, or if the data or a fixed setting differs. Collective."""
     if policy == "never":
         return None
 
@@ -57,7 +57,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
             found, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
         else:
             found, passed_over = checkpoint.resolve(policy), []
-        if found is None and passed_over:  # starting over would overwrite this run's records
+        if found is None and passed_over:  # a new start would overwrite this run's records
             hint = "check the disk and run again, or choose another --run-dir"
             message = f"none of this run's checkpoints is valid: {passed_over[0]}"
             raise ConfigError([Issue("", "damaged", message, hint=hint)])
@@ -105,7 +105,7 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
 def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Build the trainer. Returns it with the initial progress and the initial tensors, which `dry_run` loads.
+    """Build the trainer; return it, its initial progress and its initial tensors, which `dry_run` loads.
     `plan`: steps to profile. Raises ConfigError if the checkpoint is of a different model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
@@ -192,7 +192,7 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Discard records and checkpoints later than the step to resume from. Call before writing. Collective."""
+    """Discard records and checkpoints after the step to resume from, before any rank writes. Collective."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
@@ -234,7 +234,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """On rank 0, add facts that only ranks know to environment.json, written by the launcher."""
+    """Add facts that only ranks know to environment.json, which the launcher has written. Rank 0 only."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"

@@ -36,7 +36,7 @@ from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
 
 VERSION = 1  # version of the manifest's format
-MAX_SAVE_SHARE = 0.01  # maximum share of the time spent saving, with checkpoint.every_minutes
+MAX_SAVE_SHARE = 0.01  # maximum share of time to spend on saves if checkpoint.every_minutes is set
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
@@ -69,7 +69,7 @@ class TrainState:
     eval_s: float = 0.0
     """Seconds spent on evaluations."""
     abort_reason: Failure | None = None
-    """Failure because of which the run must end."""
+    """Reason to end the run; None = continue."""
 
     @classmethod
     def from_checkpoint(cls, facts: CheckpointFacts) -> Self:
@@ -89,8 +89,8 @@ class TrainState:
 def save_checkpoint(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
-    """Write the checkpoint `folder`/step-NNNNNNNN, then call `prune`, which defines `keep` and `trusted`. All
-    files are synced before the directory is renamed. Rank 0 only. Raises OSError."""
+    """Write the checkpoint `folder`/step-NNNNNNNN, then call `prune` with `keep` and `trusted`. All files are
+    synced to disk before the directory gets its final name. Rank 0 only. Raises OSError."""
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -190,7 +190,7 @@ def check(path: Path) -> str | None:
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
-            return f"{path}: the manifest has version {manifest['version']}, but bert-dp reads {VERSION}"
+            return f"{path}: manifest version {manifest['version']} is not supported (expected {VERSION})"
         if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
             return f"{path}: the manifest does not list {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():
@@ -220,7 +220,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load the unsharded state, on the host, and state.json. Raises ConfigError for a damaged checkpoint."""
+    """Load the unsharded state into host memory, and state.json. Raises ConfigError if either is damaged."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -234,7 +234,7 @@ def load(path: Path) -> tuple[State, CheckpointFacts]:
 
 
 def load_tensors(path: Path) -> State:
-    """Load weights and optimizer state, not verified. Raises OSError, ValueError or SafetensorError."""
+    """Load weights and optimizer state without verification. Raises OSError, ValueError, SafetensorError."""
     return {part: load_file(path / f"{part}.safetensors") for part in ("model", "optimizer")}
 
 
@@ -268,8 +268,8 @@ def kind(tensor: Tensor) -> str:
 
 
 def resolve(source: str) -> Path:
-    """Return the checkpoint at path `source`, or the newest valid one in a run directory or a checkpoints
-    directory. Prints the problems of newer checkpoints to stderr. Raises ConfigError if none is valid."""
+    """Return the checkpoint at path `source`, or the newest valid one in a run directory or its checkpoints
+    directory. Warns of newer, damaged checkpoints on stderr. Raises ConfigError if none is valid."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -295,7 +295,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decide when a checkpoint is due. All ranks pass equal values to its methods, so that they agree.
+    """Decide when a checkpoint is due. All ranks pass equal values, so that they make equal decisions.
     `elapsed_s`: seconds on the shared clock at the newest checkpoint."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
@@ -309,7 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save that paused training for `pause_s`; return a log line once the interval has grown."""
+        """Record a save and its pause in seconds; return a log line when the interval first grows."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
@@ -406,7 +406,7 @@ class AsyncCheckpointer:
             self.saved_step, self.problem = step, None
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """Count a failed save; log a warning for the first of several in a row."""
+        """Count a failed save; log a warning for the first of several consecutive failures."""
         self.failed_saves += 1
         if isinstance(error, OSError):
             self.failed_writes += 1

@@ -60,7 +60,7 @@ def use_device(device: torch.device, *, deterministic: bool) -> None:
     With `deterministic`, the dry run raises RuntimeError for an operation without a deterministic kernel."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # call this only for a change, because it imports inductor, which is slow
+    # call this only if the setting changes, because torch then imports inductor, which is slow
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
@@ -95,8 +95,8 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
     because a rank may not see the other ranks' GPUs; () = there is only this rank."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
-        here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
-        placed = bind(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
+        ranks = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
+        placed = bind(ranks.index(world.rank), len(ranks), [str(places[rank].gpu) for rank in ranks])
     else:
         placed = bind(world.local_rank, world.local_size)
         keep_freed_memory()
@@ -132,8 +132,8 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
     """Return the cores of each rank. `nodes`: allowed cores by NUMA node; `wanted`: each rank's node, None =
-    any. The ranks of a node get equal shares, so that none is slower, or all its cores if there are fewer
-    cores than ranks. A share is () if the node has no cores or, with None, fewer cores than ranks."""
+    any. The ranks of a node get equal shares, so that none is slower; if it has fewer cores than ranks, each
+    rank gets all of them. A share is () if the node has no cores or, for None, fewer cores than ranks."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -146,8 +146,8 @@ def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]
 
 
 def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
-    """Group the allowed cores by NUMA node as in sysfs, with the threads of a physical core adjacent. Without
-    sysfs, all cores are on node 0 and each is a physical core."""
+    """Group the allowed cores by NUMA node according to sysfs, with the threads of a physical core adjacent.
+    Without sysfs, all cores are on node 0, and each counts as a physical core."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for core in parse_cores(_read(folder / "cpulist")):
@@ -285,7 +285,7 @@ def choose_precision(setting: str, device: torch.device) -> Precision:
 
 def inference_precision(setting: str, device: torch.device) -> Precision:
     """Choose the precision for inference: auto = bf16 on a GPU with bf16 hardware, else fp32. With fp32 there
-    is no autocast, so that the weights' own precision is used."""
+    is no autocast, so the weights keep their own precision."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return precision_of(setting)

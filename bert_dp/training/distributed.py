@@ -25,7 +25,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Exchange small host values on a gloo group separate from the gradients' group. Every rank must call the
+    """Exchange small host values over a gloo group that is not used for gradients. Every rank must call the
     same methods in the same order. `group`: None for a single rank."""
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
@@ -100,8 +100,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[HostAndDevice, ...]]:
-    """Return the ranks' store, and the host and device of each rank. Does not create a process group, because
-    NCCL would fail or hang if two ranks shared a GPU. Collective."""
+    """Return the store that all ranks share, and each rank's host and device. Does not create a process
+    group, because NCCL would fail or hang if two ranks shared a GPU. Collective."""
     mine = own_host_and_device(device)
     if world.size == 1:
         return dist.HashStore(), (mine,)
@@ -117,7 +117,7 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, as NCCL then fails, or a set of ranks in `sets` spans nodes."""
+    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or a set of ranks in `sets` spans nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -134,7 +134,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. A single rank joins a group only if `group_of_one` (for the engine ddp)."""
+    None = call `rendezvous`. A single rank joins a group only if `group_of_one` (engines except single)."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -216,11 +216,11 @@ class SharedClock:
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """Return the elapsed seconds on this rank's clock, for records; ranks may differ by some seconds."""
+        """Return the elapsed seconds on this rank's clock. Use them only in records, because ranks differ."""
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the share of the budget spent at `elapsed_s`; without `spending`, return `elapsed_s`."""
+        """Return the share of the budget spent at `elapsed_s` (rank 0, with `spending`), else `elapsed_s`."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
@@ -249,8 +249,8 @@ class SharedClock:
         return self._step_s
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
-        """Return whether a budget in dollars or kWh has more than its reserve left after an evaluation or a
-        save now, of the duration expected by `spending`; True for other budgets. Collective."""
+        """Return whether an evaluation or a save, of the duration expected in `spending`, fits into a budget
+        in dollars or kWh without using its reserve; True for other budgets. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)

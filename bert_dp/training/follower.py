@@ -18,8 +18,8 @@ READY_S, CLOSE_S = 60.0, 60.0
 
 
 class Follower:
-    """Context manager for rank 0. `start` starts a process that shows the run's log lines. When rank 0 leaves
-    the context or is killed, that process completes summary.json, writes the page and shows the result."""
+    """Context manager for rank 0. `start` creates a process that shows the log lines. When rank 0 leaves the
+    context or is killed, that process completes summary.json, writes the page and shows the result."""
 
     def __init__(self, run_dir: Path, world: World):
         self._arguments = [str(run_dir), str(world.size), str(world.local_size)]

@@ -52,7 +52,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Rank):
-    """All objects that one rank trains with; created in build.py."""
+    """All objects with which one rank trains; created in build.py."""
 
     precision: Precision
     stream: Stream
@@ -91,10 +91,10 @@ def train_step(
     """Run forward, backward, reduction, clipping and the optimizer step.
 
     `batches` yields `grad_accum_steps` micro batches; each is fetched after the previous one's backward pass.
-    `num_targets`: targets of the step over all replicas. Returns this replica's share of the mean loss over
-    the targets (the shares sum to the mean) and the reduced gradient norm, both as device scalars, without a
-    host sync. The timer compute_before_reduction includes every pass except the last backward pass, because
-    that pass reduces gradients.
+    `num_targets`: number of targets of the step over all replicas. Returns two device scalars, without a host
+    sync: this replica's share of the mean loss over the targets (the shares sum to the mean) and the reduced
+    gradient norm. The timer compute_before_reduction includes every pass except the last backward pass,
+    because that pass reduces gradients.
     """
     engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
@@ -141,8 +141,8 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return the task's measurements on held-out data, without dropout; None as in `Task.evaluate`. `stopped`
-    and `run_dir`: see `Context`. Collective."""
+    """Return the task's measurements on held-out data, without dropout, or None (see `Task.evaluate`).
+    `stopped` and `run_dir`: see `Context`. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -161,7 +161,7 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Train until the budget is spent, a rank gets a signal or the run aborts; update `state`. Collective."""
+    """Train until the budget is spent, a signal arrives or the run fails; update `state`. Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)
     meter.start(trainer.stream.wait_s)
@@ -237,7 +237,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
     if is_due:  # after the save, so that an error does not lose the run
         evaluate_and_write(trainer, state, clock)
-        if state.step != state.evaluated_step:  # a signal interrupted it, or there is no held-out data
+        if state.step != state.evaluated_step:  # the evaluation was interrupted, or there is no held-out data
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
     failure = trainer.comm.broadcast_failure(state.abort_reason or trainer.checkpointer.abort_reason)

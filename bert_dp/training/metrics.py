@@ -100,7 +100,7 @@ def straggler(
 
 def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
     """Return the seconds of each step for which the device waited for data. The host may wait while the GPU
-    still computes, so a wait counts at most the step's time outside PHASES. `phases`: see `Timers.drain`."""
+    still computes, so a wait is limited to the step's time outside PHASES. `phases`: see `Timers.drain`."""
     busy = zip(*(phases[name] for name in PHASES), strict=True)
     return [
         min(wait, max(0.0, step - sum(parts)))
@@ -195,7 +195,7 @@ class Meter:
             "tokens": self.tokens(state.samples),
             "epoch": epoch,
             "progress": progress,
-            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # one rank of each replica
+            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # from one rank per replica
             "lr": state.lr,
             "global_batch": state.global_batch,
             "micro_batch": self._layout.micro_size,
@@ -256,7 +256,7 @@ class Meter:
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
-    """Let DDP time every `every_steps`-th step after the first ten, which costs a sync per step on a GPU."""
+    """Let DDP time every `every_steps`-th step after the first ten; on a GPU, each one costs a sync."""
     if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
         model._set_ddp_runtime_logging_sample_rate(every_steps)
 
@@ -279,10 +279,10 @@ def _ddp_logging_data(model: Any) -> dict[str, Any]:
     return dict(model._get_ddp_logging_data()) if hasattr(model, "_get_ddp_logging_data") else {}
 
 
-WINDOW = 128  # number of logged losses to compare with; as SIGMAS, from OLMo-core's SkipStepOptimizer
+WINDOW = 128  # number of earlier logged losses; WINDOW and SIGMAS are from OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
 MIN_LOSSES = 16  # logged losses needed for a meaningful standard deviation
-FP16_SKIPS = 16  # more skips are allowed, because each one halves the loss scale, from 2^16 down to 1
+FP16_SKIPS = 16  # additional skips allowed, because each one halves the loss scale, from 2^16 down to 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:

@@ -21,7 +21,7 @@ from bert_dp.cost import student
 from bert_dp.files.models import NoiseScale
 from bert_dp.training.distributed import HostCollectives
 
-WINDOW = 200  # number of last steps used for the summary, because the noise scale grows during a run
+WINDOW = 200  # the summary uses only the last steps, because the noise scale grows during a run
 MIN_STEPS = 50
 BLOCKS = 20
 T_95, T_999 = (student(BLOCKS - 1, level) for level in (0.95, 0.998))  # two-sided 95 %, one-sided 99.9 %
@@ -87,7 +87,7 @@ class NormPairs:
         """Complete the step. `norm`: norm of the reduced gradient, unscaled and before clipping."""
         if not self.on:
             return
-        # with one replica, the first micro batch's gradient is divided by the number of micro batches
+        # with one replica, the first micro batch's gradient was divided by the number of micro batches
         own = torch.stack(self._parts).norm() * (self._num_micro if self._dp_size == 1 else 1 / self._share)
         own = own if self._loss_scale is None else own / self._loss_scale
         self._ended.append((own, norm, self._num_micro))
@@ -135,7 +135,7 @@ def estimate(
         raise ValueError("the small batch must be smaller than the big one")
     steps = small_N.size
     if steps < MIN_STEPS:
-        reason = f"only {steps} measured steps, at least {MIN_STEPS} are needed"
+        reason = f"only {steps} steps were measured; at least {MIN_STEPS} are needed"
         return NoiseScale(steps=steps, verdict="inconclusive", reason=reason)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
     grad, trace = both_2N.mean(1)

@@ -100,7 +100,7 @@ class LogStream(io.TextIOWrapper):
 
 
 class Records:
-    """Append lines to the records in a run directory."""
+    """Append lines to the record files in a run directory."""
 
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
@@ -108,7 +108,7 @@ class Records:
         self.failed_writes = 0
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, to the file `name`. Logs a warning for its first lost line."""
+        """Append `line`, which has a `step`, to file `name`; log a warning for the file's first failure."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
@@ -172,7 +172,7 @@ def follow_launcher() -> None:
 
 def record_error(rank: int, error: BaseException) -> None:
     """Write the error to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters, because the
-    launcher stops showing the log when it finds the file, and then reports the cause first."""
+    launcher stops showing the log when it finds the file, so that it can report the cause first."""
     secrets = files.secret_values(os.environ)  # a library's error message may contain secrets
     folder = os.environ.get(files.LOG_DIR)
     if folder:
@@ -181,7 +181,7 @@ def record_error(rank: int, error: BaseException) -> None:
             files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
-    elif isinstance(error, RunFailed):  # all ranks raise it together, so a traceback would not help
+    elif isinstance(error, RunFailed):  # the ranks agreed to stop, so a traceback would not help
         text = f"error: {error}\n"
     else:
         text = "".join(traceback.format_exception(error))
@@ -284,10 +284,10 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(-1, files.BEAT_BYTES)
 
 
-# variables of (rank, local rank, world size, local world size) that a starter sets
+# variables for (rank, local rank, world size, local world size), by starter
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate, deepspeed
-    # Slurm; SLURM_PROCID and SLURM_NTASKS are also set in a batch script, the SLURM_STEP_* only by srun
+    # Slurm: a batch script also has SLURM_PROCID and SLURM_NTASKS, but only srun sets SLURM_STEP_*
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     (  # Open MPI
         "OMPI_COMM_WORLD_RANK",
@@ -307,8 +307,8 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """Read the world from the first scheme in _SCHEMES that is set; without any, return a world of one rank.
-    Raises ConfigError if a variable is not an integer or a rank is outside the world."""
+    """Read the world from the first of _SCHEMES whose variables are set; otherwise return a world of one
+    rank. Raises ConfigError if a variable is not an integer or a rank is outside the world."""
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
             continue

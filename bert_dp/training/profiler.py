@@ -27,8 +27,8 @@ class StepTrace:
         self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Start or stop recording after `step` steps, as planned. With `at_end`, stop in any case. The time
-        for this is excluded from step times. Collective."""
+        """Start or stop recording after `step` steps, as planned. With `at_end`, stop in any case. Step times
+        exclude the time for this. Collective."""
         plan = self._plan
         if plan is None:
             return
@@ -36,7 +36,7 @@ class StepTrace:
         ends = self._first is not None and (step == plan.last or at_end)
         if not (begins or ends):
             return
-        self._heartbeat.enter("save", step)  # it can take long to write a trace of many operators
+        self._heartbeat.enter("save", step)  # writing a trace of many operators can take long
         with meter.paused():
             if begins:
                 self._first = step + 1

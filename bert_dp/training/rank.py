@@ -59,7 +59,7 @@ def main(
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="Run one rank of a run.")
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="Run one rank.")
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
     parser.add_argument("--run-dir", type=Path, help="run directory; default: the directory of config")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
@@ -133,7 +133,7 @@ def run(
     build.check_same_data(comm, data)
     rank = Rank(config, layout, run_dir, comm, device, task, data, heartbeat, signals)
     resumed = build.select_checkpoint(rank, arguments.resume)
-    if standalone:  # all checks have passed, so that files may be written
+    if standalone:  # all checks have passed, so files may be written now
         if follower is not None:
             follower.start(config)
         comm.barrier()
