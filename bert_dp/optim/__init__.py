@@ -1,6 +1,6 @@
 """Create optimizers and compute the learning rate.
 
-To add an optimizer, add a file with a function `make` here and a row to `OPTIMIZERS` in config/engines.py.
+A new optimizer needs a file with a function `make` and a row in `OPTIMIZERS` of bert_dp/config/engines.py.
 """
 
 import importlib

@@ -50,7 +50,7 @@ class Engine(Protocol):
         """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
-        """Load a canonical state, whole on every rank. It must match the model: `checkpoint.state_issues`."""
+        """Load a canonical state, which is whole on every rank and matches the model (see `state_issues`)."""
 
 
 def engine_name(config: ParallelConfig, world_size: int) -> str:

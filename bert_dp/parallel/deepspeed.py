@@ -159,7 +159,7 @@ class Engine:
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """Return DeepSpeed's configuration. DeepSpeed's defaults apply to all keys that are not set here."""
+    """Return the configuration for DeepSpeed, whose defaults apply to all other keys."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
         "gradient_accumulation_steps": 1,  # the loop accumulates, because a batch ramp changes this number

@@ -83,7 +83,7 @@ def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
     """Return the ratio of the slowest rank's compute time to the median of the other ranks' times, and the
-    straggler: its rank, ratio, and seconds per step for which the others wait. Each is None if there is none.
+    straggler: its rank, ratio, and seconds per step for which the others wait. Either can be None.
     `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
