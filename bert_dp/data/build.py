@@ -37,11 +37,11 @@ from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
 from bert_dp.training.process import follow_launcher
 
-SAMPLE_BYTES = 128 * 2**20  # of text to train the tokenizer on, at most
-WARNED_SHARE = 0.01  # of documents; a filter that drops more of them causes a warning
+SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer
+WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less text, starting a process costs more than it saves
 Progress = Callable[[str, int, int | None], None]
-"""Callback that receives a stage, done and total. total: None = unknown, 0 = `stage` is a message."""
+"""Callback (stage, done, total). total: None = unknown, 0 = `stage` is a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # of unknown size
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
-        (index, texts)  # of one source
+        (index, texts)  # texts of one source
         for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
         for texts in tokens.in_batches(read_documents([source], [record]))
     )
@@ -215,7 +215,7 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
             tokenizer = tokens.train(sample, model=model, vocab_size=most, with_normalizer=options.normalize)
             trained.append(tokenizer.to_str())
 
-        thread = threading.Thread(target=train, daemon=True)  # a thread, so that this one can handle signals
+        thread = threading.Thread(target=train, daemon=True)  # so that the main thread can handle signals
         thread.start()
         thread.join()
         return trained[0], total
@@ -272,7 +272,8 @@ def _route(
     total: int | None,
 ) -> dict[str, int]:
     """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
-    source's record. Return how many documents each stage dropped. Raises ConfigError for a lossy source."""
+    source's record. Return the number dropped by each stage. Raises ConfigError if a source loses too
+    much."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
@@ -434,7 +435,7 @@ def run_command(answer: Callable[[], str]) -> int:
         signal.signal(number, _stop)
     follow_launcher()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher had blocked it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the launcher
         sys.stdout.write(f"{answer()}\n")
     except ConfigError as error:
         sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
@@ -461,7 +462,7 @@ def shown_progress() -> Iterator[Progress]:
     twice a second; otherwise a new line at most every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
-    end = ""  # that the open line still needs
+    end = ""  # line end, if a line is open
 
     def write(stage: str, done: int, total: int | None) -> None:
         nonlocal end

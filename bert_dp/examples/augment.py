@@ -30,7 +30,7 @@ MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a
 HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
 
 Substitute = Callable[[str, int, Random], str]
-"""(text, index of the word to replace, random generator) -> replacement word."""
+"""Function of a text, the index of one of its words, and a random generator; returns a replacement word."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
@@ -102,7 +102,7 @@ class AugmentedData:
         return {**self.data.identity(), **own}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data and add copies, except those that repeat an example. Raises ConfigError."""
+        """Read the data and add copies, except copies that repeat an example. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
         substitute: Substitute = lambda *_: HOLE  # noqa: E731
@@ -141,7 +141,7 @@ class LogitsData:
         return {**self.data.identity(), "logits": readers.file_identity(Path(self.file))}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, and the texts and logits of the file as train. Raises ConfigError."""
+        """Read the data, and replace train by the texts and logits of the file. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         outputs = max(1, len(labelled.labels))
         columns = ("text", "text_pair")[: len(labelled.tables[TRAIN].rows[0].texts)]

@@ -137,8 +137,8 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Return the bytes of those files in `names`, such as "RTE/train.tsv", that `place` has: a folder, or a
-    tar with them in any folder. Nothing is extracted. Empty bytes without `content`. Raises ConfigError."""
+    """Return the bytes of those files in `names`, such as "RTE/train.tsv", that a folder, or any folder of a
+    tar, contains; empty bytes without `content`. Nothing is extracted to disk. Raises ConfigError."""
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():
@@ -163,7 +163,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                     break
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
         fix = "download it again; for a zip, unpack it and pass the folder"
-        raise data_error(str(place), "damaged", "not a tar, or a damaged one", fix) from None
+        raise data_error(str(place), "damaged", "not a tar, or a damaged tar", fix) from None
     except OSError as error:
         message = f"cannot be read ({error.strerror or error})"
         raise data_error(str(error.filename or place), "not_found", message, "check the file") from None

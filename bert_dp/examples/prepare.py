@@ -284,7 +284,8 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Return the scores of always predicting train's most frequent label, or mean score; None for train."""
+    """Score a constant prediction on dev or test: train's most frequent label or mean. None without
+    labels."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
