@@ -272,8 +272,7 @@ def _route(
     total: int | None,
 ) -> dict[str, int]:
     """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
-    source's record. Return the number dropped by each stage. Raises ConfigError if a source loses too
-    much."""
+    source's record. Return the number dropped by each stage. Raises ConfigError if too much is lost."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()

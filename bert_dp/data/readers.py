@@ -283,8 +283,8 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Return the files of a path, glob or directory. In a directory, files in `out`, hidden files and, unless
-    `every_suffix`, files with an unknown suffix are skipped."""
+    """Return the files of a path, glob or directory. In a directory, hidden files and files in `out` are
+    skipped, and files with an unknown suffix unless `every_suffix`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]

@@ -284,8 +284,7 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score a constant prediction on dev or test: train's most frequent label or mean. None without
-    labels."""
+    """Score a constant prediction on dev or test: train's most frequent label or mean; None if unlabelled."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
