@@ -128,7 +128,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "links-in-a-tar": (" and member.isreg()", ""),
     },
     ("bert_dp/examples/prepare.py", "tests/unit/test_examples.py"): {
-        "shorter-text-cut-first": ("max(room // 2, room - len(first))", "room // 2"),
+        "shorter-text-cut-first": ("max(limit // 2, limit - len(first))", "limit // 2"),
         "dev-share-counts-as-glue": ("None if labelled.official is None else False", "labelled.official"),
     },
     ("bert_dp/evaluation/scores.py", "tests/parity/test_scores.py"): {
