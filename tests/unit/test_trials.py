@@ -169,7 +169,7 @@ def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> N
     assert run_to_end(lambda: None, tmp_path, said.append) == SearchOutcome("complete")
     for error, outcome in ((Stopped(2), ("partial", None, 130)), (TrialsFailed("no"), ("failed", "no", 1))):
         assert run_to_end(lambda error=error: end(error), tmp_path, said.append) == SearchOutcome(*outcome)
-    assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes"]
+    assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes from them"]
 
 
 STUBBORN = """
@@ -209,7 +209,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in said] == ["t: ended from outside or incomplete; restarted"]
+    assert [line.strip() for line in said] == ["t: interrupted or incomplete; restarted"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
