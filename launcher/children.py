@@ -53,10 +53,8 @@ def start_module(
 
 def ask_module(module: str, arguments: list[str], task: str) -> str:
     """Run `python -m module` and return its output. `task`: description of its work for the error message.
-    Raise ConfigError if the module finds its input unusable, and SystemExit if it fails.
-
-    SIGINT is blocked until the module unblocks it, so that Ctrl-C during the imports prints no traceback.
-    """
+    Raise ConfigError if the module rejects its input, and SystemExit if it fails. SIGINT is blocked until the
+    module unblocks it, so that Ctrl-C during the imports prints no traceback."""
     return ask_modules(module, [arguments], task)[0]
 
 

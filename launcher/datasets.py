@@ -24,8 +24,8 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Option of `data build` that changes each setting, for error messages."""
-SAMPLE_CHARS = 300  # shown of each sample
+"""Setting -> option of `data build` that changes it, for error messages."""
+SAMPLE_CHARS = 300  # maximum length of a sample in the report
 SHOWN_SOURCES = 20  # rows of the table of sources; the sources with the largest loss come first
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
@@ -60,7 +60,7 @@ def build(
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
     if others := [key for item in overrides if not (key := item.partition("=")[0]).startswith("data.build.")]:
         message = "is not a data.build setting"
-        hint = "pass settings as data.build.NAME=VALUE, and use options for the rest (see --help)"
+        hint = "pass only data.build.NAME=VALUE; other settings have options (see --help)"
         raise ConfigError([Issue(key, "unknown", message, hint=hint) for key in others])
     if not sources:
         raise ConfigError([Issue("SOURCES", "missing", "pass the text to build the shards from")])
@@ -137,7 +137,7 @@ def _share(sources: Sequence[SourceFile], part: str, whole: str) -> str:
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
-    """Format the number of dropped documents by reason."""
+    """Format the number of dropped documents for each reason."""
     counts = [f"{format_count(n)} {stage.replace('_', ' ')}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no documents"
 

@@ -74,7 +74,7 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Return an issue of `option` if one of `ranks` ranks has no device, else []."""
+        """Return an issue for `option` if one of `ranks` ranks has no device, else []."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
@@ -102,7 +102,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, name options instead of settings in a ConfigError. `options`: setting -> option."""
+    """Replace settings by options in a ConfigError that the block raises. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -120,8 +120,8 @@ def load(
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
-    """Return the path of configuration `name`. If `name` is None, return config.yaml of the run directory if
-    it exists, else quickstart.yaml. Raise ConfigError if there is no such configuration."""
+    """Return the path of configuration `name`; by default, config.yaml of the run directory if there is one,
+    else quickstart.yaml. Raise ConfigError if `name` is not a configuration."""
     if name is not None:
         path = find_named_config(name)
         if (path / "config.yaml").exists():
@@ -136,7 +136,7 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     """Return an issue for each missing or incompatible file or package that the configuration needs."""
     issues = code_issues(config, allowed=allow_code)
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
-    foreign = hf_directory(init_from)
+    hf_model = hf_directory(init_from)
 
     def missing(setting: str, message: str, hint: str | None = None) -> None:
         issues.append(Issue(setting, "not_found", message, hint=hint))
@@ -152,8 +152,8 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         try:
             manifest = read_data(config, Path(data.path))
             issues += manifest.issues(config)
-            if foreign is not None and foreign.exists():
-                issues += tokenizer_issues(foreign, manifest.tokenizer.sha256)
+            if hf_model is not None and hf_model.exists():
+                issues += tokenizer_issues(hf_model, manifest.tokenizer.sha256)
         except ConfigError as error:
             issues += [issue.within("data.path") for issue in error.issues]
     else:
@@ -164,10 +164,10 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
             missing("data.sources", f"{source} matches no file", "pass a file, a glob or `builtin`")
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         missing("data.tokenizer", f"{data.tokenizer} is not a file")
-    if init_from is not None and not Path(foreign or init_from).exists():
-        missing("run.init_from", f"{foreign or init_from} does not exist")
-    elif foreign is not None:
-        issues += hf_issues(foreign, config)
+    if init_from is not None and not Path(hf_model or init_from).exists():
+        missing("run.init_from", f"{hf_model or init_from} does not exist")
+    elif hf_model is not None:
+        issues += hf_issues(hf_model, config)
     elif init_from is not None:
         checkpoint = files.newest_checkpoint_facts(Path(init_from))
         if checkpoint is None:
@@ -183,13 +183,13 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         message, hint = "scoring needs sklearn and scipy", f"`{install_command('glue')}`"
         issues.append(Issue("objective.name", "needs_package", message, hint=hint))
     if engine == "independent":
-        message = "independent trains a separate model on each rank, only as the ceiling of `bert-dp scale`"
+        message = "independent trains a separate model on each rank; only `bert-dp scale` can use it"
         issues.append(Issue("parallel.engine", "unsupported", message, engine, hint="use ddp"))
     return issues
 
 
 def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
-    """Return an issue of `setting` for each logging service that is unknown or not installed."""
+    """Return an issue for `setting` for each logging service that is unknown or not installed."""
     known = get_args(Logger)
     issues = []
     for name in names:
@@ -207,7 +207,7 @@ def has_package(name: str) -> bool:
 
 
 def built_data(config: Config) -> Path | None:
-    """Return the directory of the shards; None if they are not built. Raise ConfigError for bad sources."""
+    """Return the directory of the shards; None if none are built. Raise ConfigError on unusable sources."""
     if config.data.path is not None:
         return Path(config.data.path)
     found = _run_data_build(config, "find")
@@ -235,7 +235,7 @@ COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # packages whose ver
 
 
 def place_issues(directory: Path, option: str) -> list[Issue]:
-    """Return an issue of `option` if `directory` is not writable, else []. Raise OSError on a read error."""
+    """Return an issue for `option` if `directory` is not writable, else []. Raise OSError on a read error."""
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     if not existing.is_dir():
         return [Issue(option, "exists", f"{directory} cannot be created: {existing} is a file")]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Log = Callable[[str], None]
 PIPE_COLUMNS = 1000  # width of output to a file or a pipe
-PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}  # options of `show` for plain text
 
 
 def console() -> Console:
@@ -63,7 +63,7 @@ def logger(console: Console, as_json: bool) -> Log:
 
 
 def runnable(command: str) -> str:
-    """Replace `bert-dp` in a command by its absolute path, unless PATH finds this installation."""
+    """Replace `bert-dp` in a command by an absolute path, unless PATH finds this installation's program."""
     own, found = Path(sys.executable).with_name("bert-dp"), shutil.which("bert-dp")
     if not command.startswith("bert-dp ") or (found and own.exists() and os.path.samefile(found, own)):
         return command

@@ -1,7 +1,7 @@
 """Read and write result files, and define the models that several verbs share.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. Intervals are [low, high] at 95 %. null means not measured.
+are fractions. Intervals are 95 % confidence intervals, [low, high]. null means not measured.
 """
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)

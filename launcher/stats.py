@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-DRAWS = 2000  # of a bootstrap
+DRAWS = 2000  # number of bootstrap draws
 BLOCK = 5  # steps per block, because the times of neighbouring steps are correlated
 LEVEL = 0.95  # confidence level
-WIDEST = 2.0  # largest high / low of an interval whose ratio counts as measurable
-NORMAL = 1.960  # two-sided quantile at LEVEL
+WIDEST = 2.0  # largest high / low in the interval of a measurable ratio
+NORMAL = 1.960  # two-sided normal quantile at LEVEL
 
 
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
@@ -27,8 +27,8 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
 
     `repeats`: R lists with the seconds of each timed step. A draw resamples R repeats with replacement, and
     blocks of BLOCK steps within each repeat; its value is the median of the R means. Few repeats understate
-    the spread, so each logarithm's distance from the measured one is multiplied by (Student's t / normal
-    quantile) and by sqrt(R / (R - 1)). Return seconds, [DRAWS], or None for a single repeat.
+    the spread. On a logarithmic scale, each draw's distance from the measured median is therefore multiplied
+    by (Student's t / normal quantile) * sqrt(R / (R - 1)). Return seconds, [DRAWS], or None for one repeat.
     """
     import numpy as np
 
@@ -82,7 +82,8 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval [low, high] that contains the share LEVEL of the draws."""
+    """Return the central interval [low, high] that contains the share LEVEL of the draws; None without
+    draws."""
     if draws is None:
         return None
     import numpy as np
@@ -92,5 +93,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Return the interval of scale * over / under, whose draws are independent; None if either is None."""
+    """Return the interval of scale * over / under from independent draws of both; None if one is None."""
     return None if over is None or under is None else interval(scale * over / under)

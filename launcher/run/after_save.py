@@ -18,11 +18,11 @@ LOG = "logs/after-save.log"
 
 
 class AfterSave:
-    """Context manager that runs a command after saves, while its caller polls. One command runs at a time; of
-    the checkpoints saved meanwhile, only the newest is passed to the next command."""
+    """Context manager that runs a command on new checkpoints; its caller must poll often. One command runs at
+    a time. Of the checkpoints saved meanwhile, only the newest is passed to the next command."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
-        """`command`: words; empty = run nothing. `log` prints a line if the command fails."""
+        """`command`: words of the command; empty = run nothing. `log` prints a line if the command fails."""
         self._command, self._run_dir, self._log = command, run_dir, log
         self._passed = self._newest()
         self._process: subprocess.Popen[bytes] | None = None

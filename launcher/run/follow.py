@@ -1,6 +1,6 @@
 """Display and complete a run that another launcher started, in a child process of rank 0.
 
-Rank 0 runs `python -m launcher.run.follow RUN RANKS LOCAL_RANKS`, and closes its input on exit."""
+Rank 0 runs `python -m launcher.run.follow RUN RANKS LOCAL_RANKS`, and closes the child's input on exit."""
 
 import os
 import select

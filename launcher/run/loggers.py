@@ -116,7 +116,7 @@ def incomplete(run_dir: Path, service: str, problem: str) -> str:
 
 
 def main(run_dir: Path, service: str) -> int:
-    """Send a run until standard input closes, and return the exit code. Print an exception as one warning."""
+    """Send a run's records until standard input closes, and return the exit code. Log any exception."""
     for number in files.STOP_SIGNALS:  # the launcher decides when this process exits
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # gives priority to the ranks
@@ -138,7 +138,7 @@ def main(run_dir: Path, service: str) -> int:
 
 
 def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log: Log) -> None:
-    """Send the settings, each record when it is written, and the summary. `wait_for_end(seconds)` waits until
+    """Send the settings, each new record, and finally the summary. `wait_for_end(seconds)` waits until
     the run ends or for `seconds`, and returns whether the run has ended. Raise any error of the service."""
     config = flat(read_yaml(run_dir / "config.yaml"))
     settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
@@ -240,7 +240,7 @@ def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writ
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise wandb sends error reports
     import wandb
 
-    # wandb would describe this process instead of the ranks
+    # without these settings, wandb describes this process instead of the ranks
     off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -289,7 +289,7 @@ def open_mlflow(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Wri
 
 
 def open_trackio(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open a trackio run in RUN/trackio, unless TRACKIO_DIR or a server is set."""
+    """Open a trackio run in RUN/trackio, unless the environment names another directory or a server."""
     where = os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
     import trackio
 

@@ -25,7 +25,7 @@ class Place(NamedTuple):
     address: str  # IP address of the rendezvous, on node 0
     port: int
     interface: str  # network interface for the ranks of this node
-    nproc: str = "auto"  # number of ranks on this node, without --nproc
+    nproc: str = "auto"  # number of ranks on this node if --nproc is not passed
 
 
 class Variables(NamedTuple):
@@ -100,7 +100,7 @@ def engine_variables(environ: Mapping[str, str]) -> Variables:
         found["SkyPilot"] = Variables(nodes, get("SKYPILOT_NODE_RANK"), hosts[0] if hosts else None)
     if len({each[:2] for each in found.values()}) > 1:
         each = ", ".join(f"{name}: node {found[name].rank} of {found[name].nodes}" for name in found)
-        hint = "unset the variables of one, or pass --nnodes 1 for one node"
+        hint = "unset the variables of one manager, or pass --nnodes 1 for one node"
         raise refusal("--nnodes", "conflict", f"cluster managers contradict each other ({each})", hint)
     return next(iter(found.values()), Variables())
 
@@ -112,7 +112,7 @@ def first_host(names: str) -> str:
 
 
 def _number(option: str, given: int | None, text: str | None) -> int | None:
-    """Return the value of an option, or of a variable (`text`). Raise ConfigError if `text` is invalid."""
+    """Return the value of the option, else of the variable `text`. Raise ConfigError if `text` is invalid."""
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:

@@ -36,7 +36,7 @@ BEAT_S = 1.0  # interval of beats
 ARRIVE_S = 120.0  # limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
 REFUSE_S = 10.0  # limit for late launchers to connect and learn why node 0 was refused
-SUSPENDED_S = 5.0  # a beat that is later than this shows that this process was suspended
+SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
 ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26  # limit of a message
 SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")  # name of the file with the secret
@@ -47,16 +47,16 @@ Message = dict[str, Any]
 class Order(NamedTuple):
     """Instructions for a node's ranks, derived from the state of the other nodes."""
 
-    failed: bool  # a rank on another node failed: ranks of this node may save, then must exit
+    failed: bool  # a rank on another node failed, so this node's ranks may save and must exit
     over: bool  # this node's ranks must be killed now
     signal: int = 0  # stop signal received on another node; 0 = none
 
 
 class Link:
-    """Connection of two launchers. One thread reads; another sends `status` in a beat every second."""
+    """Connection between two launchers. One thread reads; another sends `status` in a beat every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: seconds without a message after which the other launcher counts as lost, at least 5."""
+        """`limit_s`: after this silence, the other launcher counts as lost; at least SUSPENDED_S."""
         self._limit_s = max(limit_s, SUSPENDED_S)
         # limits a send while the link is cut and the buffer is full; the kernel accepts at most 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
@@ -102,7 +102,7 @@ class Link:
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
-        """Describe why the other launcher, `name`, counts as lost. None if it does not."""
+        """Return why the other launcher, `name`, counts as lost; None if it does not."""
         if (silent_s := self.silent_s()) >= self._limit_s:
             return f"{name} is lost: no message for {silent_s:.0f} s; the machine or the link has failed"
         return f"{name} is lost: its launcher has exited" if self.closed_s else None
@@ -146,7 +146,7 @@ def _name(rank: int, host: object) -> str:
 
 
 def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -> Message:
-    """Return the facts about this node that node 0 compares with its own."""
+    """Return the message with the facts about this node that node 0 compares with its own."""
     host = socket.gethostname()
     return {
         "rank": place.rank,
@@ -186,7 +186,7 @@ def _differences(first: Message, other: Message) -> list[Issue]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at one address. Raise ConfigError if it cannot listen there."""
+    """Return a socket that listens at an address and a port. Raise ConfigError if they are unusable."""
     try:
         return socket.create_server((address, port), family=family(address), backlog=128)
     except OSError as error:
@@ -257,7 +257,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait for `seconds`, or until `is_done()` or a node is lost or refused. Return `is_done()`."""
+        """Wait until `is_done()`, a node is lost or refused, or `seconds` have passed. Return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -303,7 +303,7 @@ class Coordinator:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def lost(self) -> str | None:
-        """Describe a node whose launcher exited or has sent nothing for hang_after_s. None without one."""
+        """Describe a node whose launcher exited or is silent for hang_after_s; None if there is none."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
@@ -343,7 +343,7 @@ class Coordinator:
         return message["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Make all members start their ranks; return the start of node 0's. `config`: text of config.yaml."""
+        """Start the members' ranks; return the start of node 0's ranks. `config`: text of config.yaml."""
         self._attempt, self._sent_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]
@@ -363,7 +363,7 @@ class Coordinator:
         beats = self._all("beat", self._attempt).values()
         ended = self._all("ended", self._attempt).values()
         has_failed = any(beat.get("failed") for beat in beats) or any(each["ended"]["code"] for each in ended)
-        with contextlib.suppress(OSError):  # a file server does not answer
+        with contextlib.suppress(OSError):  # raised if a file server does not answer
             if any(beat.get("left") for beat in beats) and not (self._file.parent / "summary.json").exists():
                 has_failed = True
         return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
@@ -380,12 +380,13 @@ class Coordinator:
         }
 
     def ask_for_evidence(self) -> None:
+        """Request the stacks and collectives of all members' ranks."""
         with self._changed:
             self._newest = {key: each for key, each in self._newest.items() if key[1] != "evidence"}
         self._send("look")
 
     def evidence(self) -> dict[int, tuple[tuple[hangs.Frame, ...], hangs.Collectives]]:
-        """Wait for the stacks and collectives of the other nodes' ranks. Omit nodes that do not answer."""
+        """Return the requested stacks and collectives by rank. Omit nodes that do not answer in time."""
         self._wait(lambda: len(self._all("evidence")) == len(self._members), hangs.ANSWER_S)
         return {
             int(rank): (tuple(hangs.Frame(*frame) for frame in stack), collectives)
@@ -394,8 +395,8 @@ class Coordinator:
         }
 
     def collect(self, own: RanksEnded) -> dict[int, RanksEnded]:
-        """Return how each node's ranks ended, with times of node 0's clock. `own`: of node 0. Kill the ranks
-        of a failed run first. Omit lost nodes."""
+        """Return how each node's ranks ended, with times of node 0's clock. Kill the ranks of a failed run
+        first. Omit lost nodes. `own`: how node 0's ranks ended."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
@@ -462,7 +463,7 @@ class Member:
     def __init__(self, link: Link, run_dir: Path):
         self.link, self._run_dir = link, run_dir
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._received: set[str] = set()  # kinds of message
+        self._received: set[str] = set()  # kinds of messages since the last `start`
         self._looked_s = 0.0
         self._ranks: dict[int, tuple[Heartbeat, str]] = {}
         self.heartbeats: Path | None = None  # directory of the heartbeats of this node's ranks
@@ -481,8 +482,8 @@ class Member:
             self._received.add(kind)
 
     def next(self, pending: Sequence[int] = ()) -> Message | None:
-        """Return the next message `start` or `end`; None if node 0 is lost or a signal came before the first
-        start. Later signals are reported by `exchange`, even if they arrive between two attempts."""
+        """Return the next `start` or `end` message; None if node 0 is lost or a signal precedes the first
+        start. `exchange` reports later signals, even if they arrive between two attempts."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)

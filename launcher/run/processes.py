@@ -29,8 +29,8 @@ from launcher.watch import failure
 from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
-POLL_S = 0.2
-KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # before a kill; torchrun kills ranks after 30 s
+POLL_S = 0.2  # interval of checks of the ranks
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit and to finish a save; torchrun: 30 s
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval of checks
 ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
 
@@ -89,7 +89,7 @@ def run(
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    with stop_signals() as pending:  # includes the writing, so that a late signal does not lose the summary
+    with stop_signals() as pending:  # also while the summary is written, which a signal must not prevent
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
             if watch is not None:
@@ -177,7 +177,7 @@ def run_ranks(
                 kill_tree(workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    # without secrets, because summary.json quotes it
+    # hide secrets, because summary.json quotes the output
     output = files.hide(failure.read_end(launcher_log), files.secret_values(os.environ))
     return RanksEnded(
         code=process.returncode,
@@ -207,7 +207,7 @@ def _follow(
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
-    last_s = 0.0  # time until which a save in progress may continue
+    last_s = 0.0  # deadline for a save in progress after a failure
     failed = False
     left_behind = _unfinished(run_dir)
     while (ended := workers.launcher.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
@@ -271,7 +271,7 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     is None. A run that fails for another reason while a stop signal is pending counts as failed."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
-    if summary is not None and summary.status != "failed":  # rank 0 writes it after the last save
+    if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
         return RunOutcome(summary.exit_code, None, stop)
     cause = cause or unknown
     by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in files.STOP_SIGNALS
@@ -295,7 +295,7 @@ def complete_summary(run_dir: Path, **facts: object) -> None:
     """Add `facts`, known only to the launcher, to summary.json."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
-        with contextlib.suppress(OSError):  # the disk is full, as the console shows
+        with contextlib.suppress(OSError):  # the disk is full; the console has reported this
             results.write(run_dir / "summary.json", summary.model_copy(update=facts))
 
 
@@ -312,8 +312,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Workers among the descendants of `launcher`, with their memory and exits. A pidfd reports an exit at
-    once, because only a zombie's exit code can be read by a process other than its parent."""
+    """Workers among the descendants of `launcher`, with their memory and exits. A pidfd reports each exit
+    at once, because the exit code can be read only until the parent has reaped the zombie."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size

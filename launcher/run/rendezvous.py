@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents to connect; their launchers already have
+ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents; their launchers are already connected
 
 
 def handler_factory() -> Callable[[Any], Any]:

@@ -16,7 +16,7 @@ from launcher.run import processes
 from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
-WITHOUT_PROGRESS = 3  # consecutive failures without a newer checkpoint that end the restarts
+WITHOUT_PROGRESS = 3  # restarts end after this many consecutive failures without a newer checkpoint
 
 Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
 

@@ -72,7 +72,7 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
         return _accelerate(nproc, scratch, worker)
     if start.launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
-    # rendezvous.py reads the path of a file on one node, and a bound socket on several nodes
+    # rendezvous.py uses a file on one node, and a bound socket on several nodes
     place = [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
     if node is not None:
         conf = f"node={node.place.rank},nodes={node.place.nodes}"
@@ -96,9 +96,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU also starts N ranks on CPUs (--cpu starts only one). In a file, it allows a single rank. The
-    port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces; no
-    process listens on port 1.
+    MULTI_GPU also starts N ranks on CPUs, where --cpu starts only one. In a file, it accepts a single rank.
+    The port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces;
+    no process listens on port 1.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -148,7 +148,7 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
     """Build the workers' environment. Workers exit when this process exits. On one node, they meet through a
-    file and use only loopback. On several nodes, they use the node's interface and its disk for heartbeats.
+    file and use only loopback. On several nodes, they use the node's interface and a local heartbeat folder.
 
     Every rank keeps its last collectives in memory (torch's flight recorder). The user's settings of the
     recorder take precedence. Desync debugging stays off, because it writes to the store at every collective.

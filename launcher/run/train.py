@@ -53,7 +53,7 @@ MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; larger ratios exceed t
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
-    """Train and return the exit code. Raise ConfigError if an input is unusable, before any rank starts."""
+    """Train and return the exit code. Raise ConfigError before any rank starts if an input is unusable."""
     place, resume, profile = options.place, options.resume, options.profile
     if place is not None and (refused := over_nodes_issues(job, options)):
         raise ConfigError(refused)
@@ -122,7 +122,7 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
     together = "a run over several nodes always restarts with all ranks"
     unsupported = (
         ("--launcher", launcher if launcher != "torchrun" else "", one_host, "use torchrun"),
-        ("--elastic", options.elastic, together, "omit it"),
+        ("--elastic", options.elastic, together, "omit --elastic"),
         ("--allow-code", job.allow_code, "your own code is supported on one node only", "omit --nnodes"),
     )
     for option, given, message, hint in unsupported:
@@ -184,7 +184,7 @@ def start_warnings(
     run_dir: Path,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """Return a warning for each setting that is probably unintended. `here`: number of ranks on this node."""
+    """Return a warning for each problem that does not prevent the run. `here`: ranks on this node."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -323,7 +323,7 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
         return [Issue("--run-dir", "exists", message, str(run_dir), hint=hint)]
     if linked := links(run_dir):
         message = "is a link, and a run would overwrite its target"
-        return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove it") for path in linked]
+        return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove the link") for path in linked]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         hint = "use auto, never, or the directory of a checkpoint"
         return [Issue("--resume", "not_found", f"{resume} contains no checkpoint", resume, hint=hint)]
@@ -343,8 +343,8 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def foreign_files(run_dir: Path) -> list[str]:
-    """List names in a directory that prevent a new run. Allowed are ALLOWED_FILES, an empty `checkpoints`
-    directory (for example a separate disk), and a `logs` directory without logs of ranks."""
+    """List names in a directory that prevent a new run. ALLOWED_FILES, an empty `checkpoints` directory (for
+    example a separate disk) and a `logs` directory without logs of ranks do not prevent it."""
 
     def is_harmless(path: Path) -> bool:
         if path.name == "checkpoints":
@@ -426,7 +426,7 @@ class MemoryCheck:
     world_size: int
     on_gpu: bool
     parts_gib: dict[str, float]  # part -> estimate, from cost.rank_memory_gib
-    limit_gib: float | None  # None = unknown: no issue is reported
+    limit_gib: float | None  # None = unknown, so no issue is reported
     limit_of: str  # source of the limit
 
     @property
@@ -455,7 +455,7 @@ class MemoryCheck:
         size = self.config.batch.micro_size
         message = (
             f"{size} takes about {format_gib(self.total_gib)} per rank (estimate), but only "
-            f"{format_gib(self.limit_gib)} are available ({self.limit_of})"
+            f"{format_gib(self.limit_gib)} is available ({self.limit_of})"
         )
         hint = what_fits(*where, on_gpu=self.on_gpu)[1]
         return [Issue("batch.micro_size", "out_of_range", message, size, hint=hint)]

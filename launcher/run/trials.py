@@ -37,14 +37,14 @@ from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
 OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")  # failures that the settings do not cause
-KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals with an outside cause
 PARTS = ("data_wait_s", "forward_backward_s", "compute_before_reduction_s", "optimizer_s", "step_s", "host_s")
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # errors that read_repeat may raise
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """Step times of one run in seconds, its memory and its loss curve."""
+    """Step times, memory and loss curve of one run."""
 
     name: str
     parts: dict[str, list[list[float]]]  # name in PARTS -> seconds, [rank][step]
@@ -61,7 +61,7 @@ def read_summary(directory: Path) -> Summary | None:
 
 
 def heldout_losses(directory: Path) -> dict[int, float]:
-    """Read the held-out loss in nats of each evaluation of a run, by step."""
+    """Read the held-out losses of a run: step -> nats."""
     evaluations = files.read_lines(directory / "evals.jsonl")
     return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
 
@@ -142,7 +142,7 @@ class SearchOutcome:
 
 
 def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
-    """Call `run`, which runs the trials of a verb, and return the outcome. `out`: the verb's directory."""
+    """Call `run`, which runs the trials of a verb, and return the outcome. `out`: output directory."""
     try:
         run()
     except Stopped as stop:
@@ -191,8 +191,6 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of a trial."""
-
     status: TrialStatus
     seconds: float  # duration of the trial
 
