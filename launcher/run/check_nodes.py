@@ -63,14 +63,14 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
-    """Run rank `rank` of two; return (output, error) as run_command does. `store`: rank 0's bound socket."""
+    """Run one of the two ranks; return (output, error) like run_command. `store`: rank 0's bound socket."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)
 
 
 def _serve(place: Place, directory: Path, data_hash: str, hello: peers.Message) -> int:
-    """Run the measurements that node 0 requests; return its exit code. Raise ConfigError if it refuses."""
+    """Run the measurements that node 0 requests; return its exit code. Raise ConfigError for its issues."""
     member = peers.join(place, directory, hello, SILENT_S)
     member.link.send("data", hash=data_hash, issues=[])
     while (order := member.next()) is not None and order["kind"] == "start":

@@ -110,7 +110,7 @@ def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
 def incomplete(run_dir: Path, service: str, problem: str) -> str:
     """Format the warning that records were not sent."""
     return (
-        f"warning: nothing more of this run is sent to {service} ({problem}; see {run_dir / LOG}); "
+        f"warning: no further records of this run are sent to {service} ({problem}; see {run_dir / LOG}); "
         f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
     )
 

@@ -122,7 +122,7 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
 
 
 def _resolve(endpoint: str) -> tuple[str, int]:
-    """Return IP address and port of HOST:PORT. Raise ConfigError if other nodes cannot use them."""
+    """Return the IP address and the port of HOST:PORT. Raise ConfigError if other nodes cannot use them."""
     host, _, port = endpoint.rpartition(":")
     hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

@@ -32,7 +32,7 @@ from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import hangs
 from launcher.watch.failure import RanksEnded, first_line
 
-BEAT_S = 1.0  # interval of beats
+BEAT_S = 1.0  # interval between beats
 ARRIVE_S = 120.0  # limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
 REFUSE_S = 10.0  # limit for late launchers to connect and learn why node 0 was refused
@@ -333,7 +333,7 @@ class Coordinator:
         self._members[rank].send(kind, **facts)
 
     def clock_offset(self, rank: int) -> tuple[float, float]:
-        """Return a node's clock minus node 0's and the error, in s. Raise ConfigError if the node is lost."""
+        """Return (offset from node 0's clock, error) in seconds. Raise ConfigError if the node is lost."""
         began_s, began_ns = time.time(), time.monotonic_ns()
         self.ask(rank, "clock")
         if not self._wait(lambda: rank in self._all("clock"), None):
@@ -343,7 +343,7 @@ class Coordinator:
         return message["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Start the members' ranks; return the start of node 0's ranks. `config`: text of config.yaml."""
+        """Start the members' ranks; return the RankStart of node 0's. `config`: text of config.yaml."""
         self._attempt, self._sent_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]
@@ -369,7 +369,7 @@ class Coordinator:
         return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
-        """Return the largest number of seconds without a message, over all members."""
+        """Return the seconds since the last message of the member that has been silent longest."""
         return max((link.silent_s() for link in self._members.values()), default=0.0)
 
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
@@ -396,7 +396,7 @@ class Coordinator:
 
     def collect(self, own: RanksEnded) -> dict[int, RanksEnded]:
         """Return how each node's ranks ended, with times of node 0's clock. Kill the ranks of a failed run
-        first. Omit lost nodes. `own`: how node 0's ranks ended."""
+        first. Omit lost nodes. `own`: result of node 0's ranks."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)

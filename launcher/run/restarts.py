@@ -94,7 +94,7 @@ def supervise(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
-    """Return step and mtime (ns) of the newest checkpoint, or (-1, 0). A repeated save changes the mtime."""
+    """Return the step and mtime (ns) of the newest checkpoint, or (-1, 0). A repeated save changes mtime."""
     newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0

@@ -96,7 +96,7 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU also starts N ranks on CPUs, where --cpu starts only one. In a file, it accepts a single rank.
+    MULTI_GPU starts N ranks on CPUs too (--cpu starts only one); set in a file, it accepts a single rank.
     The port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces;
     no process listens on port 1.
     """
@@ -148,7 +148,7 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
     """Build the workers' environment. Workers exit when this process exits. On one node, they meet through a
-    file and use only loopback. On several nodes, they use the node's interface and a local heartbeat folder.
+    file and use only loopback. On several nodes, they use the node's interface and write heartbeats locally.
 
     Every rank keeps its last collectives in memory (torch's flight recorder). The user's settings of the
     recorder take precedence. Desync debugging stays off, because it writes to the store at every collective.

@@ -169,7 +169,7 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
 
 
 def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir: Path, resume: str) -> None:
-    """Raise ConfigError if the run does not reach a step, or lacks a rank, that is to be profiled."""
+    """Raise ConfigError if the run does not include every step and rank to be profiled."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     done = checkpoint[1].step if checkpoint else 0
     if plan and (issues := checks.profile_issues(plan, ranks, steps=expected_steps(config), done=done)):

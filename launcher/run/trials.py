@@ -114,10 +114,10 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
     return Repeat(directory.name, parts, memory, exposed, curve, summary)
 
 
-PROGRESS_S = 30.0  # interval of progress lines
+PROGRESS_S = 30.0  # interval between progress lines
 SCRATCH = ".scratch"
 TRIAL_FILE = "trial.json"  # duration of a finished trial
-TRIES = 2  # attempts at a trial that an outside cause ended or whose records are incomplete
+TRIES = 2  # attempts at a trial if an outside cause ends it or its records are incomplete
 LOG_LINES = 10  # number of lines in metrics.jsonl of a timed run
 
 
