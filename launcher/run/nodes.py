@@ -55,7 +55,7 @@ def find_place(
     Raise ConfigError if a value is missing, out of range or contradictory, or if other nodes cannot reach the
     rendezvous.
     """
-    manager = Variables() if nnodes == 1 else engine_variables(environ)
+    manager = Variables() if nnodes == 1 else manager_variables(environ)
     nodes = _number("--nnodes", nnodes, manager.nodes)
     options = {"--node-rank": node_rank, "--rendezvous": rendezvous, "--interface": interface}
     named = [name for name, value in options.items() if value is not None]
@@ -78,7 +78,7 @@ def find_place(
     return Place(nodes, rank, address, port, _interface(interface, address), manager.nproc)
 
 
-def engine_variables(environ: Mapping[str, str]) -> Variables:
+def manager_variables(environ: Mapping[str, str]) -> Variables:
     """Read the variables of the cluster manager that started this process on several nodes. Raise ConfigError
     if two managers contradict each other, or if srun started several launchers on a node."""
     get, found = environ.get, {}

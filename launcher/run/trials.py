@@ -279,14 +279,14 @@ class Progress:
         self._log, self._total, self._left, self._at_a_time = log, len(expected), sum(expected), at_a_time
         self._done, self._run, self._seconds = 0, 0.0, 0.0
 
-    def had(self, share: float) -> None:
+    def skip(self, share: float) -> None:
         """Count a trial that is skipped, or that an earlier call has run."""
         self._done += 1
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
         """Count a trial that this call has run, and log its result."""
-        self.had(share)
+        self.skip(share)
         self._run += share
         self._seconds += seconds
         pace = self._seconds / max(self._run, 1e-9) / self._at_a_time

@@ -332,7 +332,7 @@ def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials()
     said: list[str] = []
     for at_a_time in (1, 2):
         progress = trials.Progress([5.0, 5.0, 2.0, 4.0], said.append, at_a_time)
-        progress.had(5.0)
-        progress.had(5.0)
+        progress.skip(5.0)
+        progress.skip(5.0)
         progress.ended(2.0, 60.0, "a: ok")
     assert said == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
