@@ -15,14 +15,14 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.files import cache_issues, cache_root
 from bert_dp.files.reaper import child_environment, describe_exit_code, module_command
 
-NO_ANSWER = "no answer within"  # the error message of run_command starts with this after a timeout
+NO_ANSWER = "no answer within"  # start of run_command's error message after a timeout
 KILLED_S = 1.0  # limit for a command to exit after SIGKILL
 CLEANUP_S = 10.0  # limit for a module to remove its files and exit after SIGTERM
 
 
 def kernel_caches() -> dict[str, str]:
-    """Create a cache directory for torch's compiled kernels and return the environment variable that selects
-    it, or the user's value of that variable. Return {} if bert-dp's cache is unusable."""
+    """Create a cache directory for torch's compiled kernels; return the environment variable that selects it.
+    A value set by the user takes precedence. Return {} if bert-dp's cache is unusable."""
     # without this, each trial of a search would recompile the same kernels in its own temporary directory
     name, folder = "TORCHINDUCTOR_CACHE_DIR", cache_root() / "kernels"
     if cache_issues():
@@ -42,8 +42,8 @@ def start_module(
     environ: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> subprocess.Popen[str]:
-    """Start `python -m module`, which exits when this process exits. `scratch`: its temporary directory;
-    `environ`: variables added to its environment."""
+    """Start `python -m module`, which exits when this process exits. `scratch`: temporary directory of
+    the module; `environ`: variables added to its environment."""
     added = {**kernel_caches(), **(environ or {}), **child_environment()}
     if scratch is not None:
         added["TMPDIR"] = scratch
@@ -93,8 +93,9 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
 def run_command(
     argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
 ) -> tuple[str | None, str | None]:
-    """Run a command. Return (output, None), or (None, error) with the last lines of its output. A timeout
-    kills the command's process group. `pass_fds`: file descriptors that the command inherits."""
+    """Run a command. Return (output, None) if it succeeds, else (None, error) with the last lines of its
+    output. A timeout kills the command's process group. `pass_fds`: file descriptors that the command
+    inherits."""
     try:
         process = subprocess.Popen(
             argv,

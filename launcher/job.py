@@ -102,7 +102,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace settings by options in a ConfigError that the block raises. `options`: setting -> option."""
+    """Replace settings with options in a ConfigError that the block raises. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -189,7 +189,7 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
 
 
 def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
-    """Return an issue for `setting` for each logging service that is unknown or not installed."""
+    """Return an issue about `setting` for each logging service that is unknown or not installed."""
     known = get_args(Logger)
     issues = []
     for name in names:

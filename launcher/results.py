@@ -94,10 +94,10 @@ class TuneFile(Measurement):
 
 
 class PlanFile(StoredFile):
-    """Options and configuration of the first call of a verb with an output directory."""
+    """Options and configuration of a verb's first call with an output directory."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1
     config_hash: str
     config: dict[str, Any] = {}
-    machine: dict[str, Any] | None = None  # hardware, versions and data: job.identity
+    machine: dict[str, Any] | None = None  # hardware, versions and data; see job.identity

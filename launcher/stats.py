@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 DRAWS = 2000  # number of bootstrap draws
-BLOCK = 5  # steps per block, because the times of neighbouring steps are correlated
+BLOCK = 5  # steps per block; single steps are not resampled, because neighbouring step times are correlated
 LEVEL = 0.95  # confidence level
 WIDEST = 2.0  # largest high / low in the interval of a measurable ratio
 NORMAL = 1.960  # two-sided normal quantile at LEVEL
@@ -82,8 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval [low, high] that contains the share LEVEL of the draws; None without
-    draws."""
+    """Return the central interval [low, high] with the share LEVEL of the draws; None without draws."""
     if draws is None:
         return None
     import numpy as np
