@@ -133,7 +133,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
     def due() -> Iterator[Trial]:
         for trial in pending:
             if trial.directory in earlier or cells[trial.directory].id in lost:
-                progress.had(1.0)
+                progress.skip(1.0)
             else:
                 yield trial
 

@@ -285,7 +285,7 @@ class LrSearch:
             for trial, outcome in self._runs.run(todo):
                 result = done[trial.name] = read_trial(trial, outcome)
                 if trial.name in earlier:
-                    self._progress.had(trial_s)
+                    self._progress.skip(trial_s)
                     continue
                 failed = result.score == math.inf
                 how = f"{result.status}: {result.reason}" if failed else f"held-out loss {result.score:.4f}"

@@ -54,7 +54,7 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
             (1, ("--rendezvous", "203.0.113.1:1"), "--rendezvous: host1 has no route"),
             (1, ("--launcher", "accelerate"), "--launcher: accelerate"),
             (1, ("--elastic", "--max-restarts", "1"), "--elastic: "),
-            (1, ("--allow-code",), "--allow-code: own code is supported on one node only"),
+            (1, ("--allow-code",), "--allow-code: your own code is supported on one node only"),
         ):
             (text,) = ended(cluster.train(shards, tmp_path / "run", options=options, nodes=(node,)), 2, 60)
             assert words in text, text

@@ -251,7 +251,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     raised(0)
     ended = processes.run(tmp_path, RankStart(3, ["--resume", "never"]))
     assert ended.failure.log_tail == ["now"]
-    assert ended.failure.headline() == "torchrun: exited with code 3 and no summary"
+    assert ended.failure.headline() == "torchrun: exited with code 3 without a summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20

@@ -22,7 +22,7 @@ from tests.e2e.cli import TINY
 from tests.helpers import read_json
 from tests.states import FACTS
 
-UNKNOWN = Failure(message="torchrun: exited with code 1 and no summary")
+UNKNOWN = Failure(message="torchrun: exited with code 1 without a summary")
 RAISED = Failure(rank=1, message="ValueError: no", where="a.py:1")
 LR = {"setting": "optim.lr", "kind": "out_of_range", "message": "no"}
 STOPPED = "SIGTERM: stopped before this run's next checkpoint"
