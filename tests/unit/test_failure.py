@@ -240,7 +240,7 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
 )
 def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
-    failure = watch.of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
+    failure = watch.add_disk_error(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: cannot write to {tmp_path}"
     causes = {failure.headline(), *failure.explanation}
     assert failure.headline() == (refused if kind == "no_cause" else before.headline())
@@ -303,7 +303,7 @@ def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
 
 def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
     _, fix = what_fits(config(), "bf16", 4, 0.1, on_gpu=True)
-    assert fix.startswith("by the estimate, no micro batch fits")
+    assert fix.startswith("by the estimate, no smaller micro batch fits")
     assert "parallel.engine=zero1" in fix
 
 
@@ -345,12 +345,12 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
     assert explained.memory is NONE
     files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
     whole = explain(raised(HOST), run_dir, 4, NONE, here=2).explanation[0]  # of two nodes
-    assert whole == "machine 64.00 GiB / 2 ranks = 32.00 GiB per rank"
+    assert whole == "machine memory 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
 @pytest.mark.parametrize(
     ("oom_kills", "said"),
-    [(2, "because host memory ran out"), (0, "from outside: no"), (None, "or by the kernel")],
+    [(2, "because host memory ran out"), (0, "outside the run: no"), (None, "or by the kernel")],
 )
 def test_kills_by_the_kernel_and_by_others(run_dir: Path, oom_kills: int | None, said: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))

@@ -101,8 +101,8 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
         "behind the others, which are in compile",
     ),
     "behind one that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
-    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not schedulable: h"),
-    "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not schedulable: stuck"),
+    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not responding: h"),
+    "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not responding: blocked"),
     "ahead of one that is heard, its launch waits for room in its GPU's queue": (
         [snapshot(0, WORK, step=4), snapshot(1, step=5, unheard_s=29.0), snapshot(2, step=5, unheard_s=29.0)],
         (0,),
@@ -121,11 +121,15 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     ),
     "at work, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
     "in the backward pass, not the collective": ([snapshot(0, BACKWARD), snapshot(1, GATHER)], (0,), "not"),
-    "nobody: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "no rank stands out"),
-    "nobody: no stacks": ([snapshot(0), snapshot(1)], (), "no rank stands out"),
-    "a lone rank": ([snapshot(0, WORK)], (0,), "makes no progress"),
-    "heard late": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "no rank stands out"),
-    "heard no later than it moved": ([snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)], (), "no rank"),
+    "nobody: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "the cause is unknown"),
+    "nobody: no stacks": ([snapshot(0), snapshot(1)], (), "the cause is unknown"),
+    "a lone rank": ([snapshot(0, WORK)], (0,), "the only rank"),
+    "heard late": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "the cause is unknown"),
+    "heard no later than it moved": (
+        [snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)],
+        (),
+        "the cause",
+    ),
     "waiting for data, with as many micro batches done": (
         [snapshot(0, BACKWARD, done=3), snapshot(1, WORK, phase="data", done=3), snapshot(2, done=3)],
         (1,),
@@ -207,7 +211,7 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     assert compare_collectives({0: ahead, 1: behind}) is None
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
     diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
-    reason = "has not started on its GPU all_reduce of [[8]], in which rank 0 waits"
+    reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
     assert "rank 1 in step 4 (step, 2 micro batches done)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
@@ -349,7 +353,7 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     assert "hang: rank 1 in step 5 (step" in scene.said[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
-    assert scene.said[-1].startswith("  the run is ended in 600 s")
+    assert scene.said[-1].startswith("  bert-dp ends the run in 600 s")
     count = len(scene.said)
     scene.quiet(100)
     assert len(scene.said) == count
@@ -409,7 +413,7 @@ def test_zero_never_ends_it_and_a_lone_rank_is_watched_too(tmp_path: Path) -> No
     scene.train(5)
     assert scene.quiet(60) is not None
     assert "rank 0" in scene.said[0]
-    assert scene.said[-1].startswith("  the run is not ended unless it continues")
+    assert scene.said[-1].startswith("  bert-dp does not end the run")
     for _ in range(5000):
         scene.look()
     assert scene.ended is None
@@ -448,7 +452,7 @@ def test_a_frozen_rank_is_reported_without_patience_though_others_go_on(scene: S
     scene.train(5)
     scene.ranks[1].go(phase)
     assert scene.quiet(60, frozen=1, going=0) <= 30
-    assert "not schedulable" in scene.said[0]
+    assert "not responding" in scene.said[0]
     assert "rank 1" in scene.said[0]
 
 
