@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     add("--batches", default="1,8,32,128", help="sequences per call (default: %(default)s)")
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=0.5, help="per row and point in a round, at least one call")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="and cores (default: all)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads and cores (default: all)")
     add("--seed", type=int, default=0, help="seed of the tokens and of the order of the rows")
     add("--quick", action="store_true", help="a tiny model, two rounds, only rows without a compiler")
     o = parser.parse_args()

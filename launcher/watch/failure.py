@@ -104,10 +104,10 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the first failure of a rank; add its log, its consequences and the ranks with the same error. None
-    if no rank recorded an error and none failed without recording one."""
-    # a rank killed by a signal records no error; the errors of other ranks are consequences of its death if
-    # they are later or only report a lost peer
+    """Find the first failure of a rank, bad input before other errors; add its log, its consequences and the
+    ranks with the same error. None if no rank failed."""
+    # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
+    # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
     errors = {e.rank: e for e in in_order if e.rank is not None}
     causes = [e for e in errors.values() if e.kind != "peer_gone"]
@@ -184,7 +184,7 @@ def _consequences(
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
     """Add to a failure that the run directory is not writable, as its cause if no other cause is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
-    fix = "free space there; the same command then resumes from the newest checkpoint"
+    fix = "free space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
         return failure.model_copy(update={"fix": [*failure.fix, fix]})
     if failure.kind != "no_cause":
@@ -378,8 +378,8 @@ class MemoryWatch:
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
-    """Read the number of out-of-memory kills so far and the path of the counter: the counter of this
-    process's control group (v2 or v1), else the machine's. None if no counter is readable."""
+    """Read the number of out-of-memory kills so far and the path of the counter. The control group's counter
+    (v2 or v1) covers all of its limits; otherwise the machine's is read. None if no counter is readable."""
     places = [
         group / name
         for group in reversed(control_groups(root, "memory"))

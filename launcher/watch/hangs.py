@@ -1,5 +1,5 @@
-"""Detect hangs from the ranks' heartbeats, find the ranks that block the others by their process states,
-stacks and recent collectives, and end a run that stays hung.
+"""Detect hangs from the ranks' heartbeats, find the ranks that block the others, and end a run that stays
+hung. The evidence against a rank is its process state, its stack and its recent collectives.
 """
 
 import collections
@@ -29,7 +29,7 @@ REPORT_AT = 0.8  # share of the limit after which evidence is collected, so that
 PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without progress
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
-ABSENT = Heartbeat()  # stands for a rank that has not started
+ABSENT = Heartbeat()  # heartbeat of a rank that has not started
 UNHEARD_S = 3.0  # heartbeats come about once a second, later on a busy machine
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
@@ -38,7 +38,7 @@ WAITS = {
     ("bert_dp/training/distributed.py", "wait"): (2, "a side-group exchange"),
     **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
-    ("cuda/__init__.py", "synchronize"): (1, "the device"),
+    ("cuda/__init__.py", "synchronize"): (1, "a synchronization with the device"),
 }
 # files of torch.compile, which also runs during a step: finetuning compiles each new padded length
 COMPILES = (
@@ -48,7 +48,7 @@ COMPILES = (
     "torch/_inductor/cpp_builder.py",
 )
 BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # sizes may differ between ranks
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose sizes may differ between ranks
 
 Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
@@ -69,8 +69,8 @@ class RankSnapshot:
 
     rank: int
     heartbeat: Heartbeat
-    silent_s: float  # seconds since its last progress
-    unheard_s: float  # seconds since its last heartbeat
+    silent_s: float  # seconds since the last progress
+    unheard_s: float  # seconds since the last heartbeat
     state: str = "S"  # state of the process, as in proc_pid_stat(5)
     stack: tuple[Frame, ...] = ()  # frames of the main thread, innermost first
     collectives: Collectives = ()
@@ -98,8 +98,8 @@ class RankSnapshot:
     def position(self) -> str:
         """Describe the rank's position: step, phase and number of micro batches done."""
         if self.phase in ("setup", "compile"):
-            return f"in {self.phase}"
-        done = f", {self.heartbeat.done} micro batches done" if self.phase in IN_STEP else ""
+            return f"in phase {self.phase}"
+        done = f", micro batches done: {self.heartbeat.done}" if self.phase in IN_STEP else ""
         return f"in step {self.heartbeat.step} ({self.phase}{done})"
 
 
@@ -121,8 +121,8 @@ class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
-    rank, are silent for max(hang_after_s, 3 median steps). The limit is at least PATIENT_S before the first
-    completed step, during set-up, compilation and saving, and while a rank's stack shows compilation.
+    rank, are silent for max(hang_after_s, 3 median steps). The limit is at least PATIENT_S while a rank's
+    stack shows compilation and, for all ranks, in the PATIENT phases and before the first completed step.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
@@ -231,8 +231,8 @@ class Watch:
         return self.hang if self.ends else None
 
     def report_continued(self) -> None:
-        """Report that the run continued. Also called by the launcher if the run ends before the next poll."""
-        self._write([f"continues after {self._clock_s - self._hung_since_s:.0f} s"])
+        """Report that the run continued. The launcher calls this if the run ends before the next poll."""
+        self._write([f"the run continues after {self._clock_s - self._hung_since_s:.0f} s without progress"])
         self.hang = None
 
     def _write(self, lines: list[str]) -> None:
@@ -258,7 +258,7 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Collect stacks and collectives of this node's ranks; they are empty after ANSWER_S without response."""
+    """Collect stacks and collectives of this node's ranks, empty for a rank without response in ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would kill a starting rank
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -289,15 +289,15 @@ def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives |
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Parse the main thread's frames, innermost first, from faulthandler's output, which lists it last."""
+    """Parse the frames, innermost first, of the main thread, which is last in faulthandler's output."""
     blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
     matches = (FRAME.match(line) for line in blocks[-1].splitlines())
     return tuple(Frame(m[1], int(m[2]), m[3]) for m in matches if m and not m[1].startswith("<frozen"))
 
 
 def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
-    """Return (certainty, operation) of a wait: 2 if the stack only waits in a collective, 1 if it may also be
-    computing, (0, "") if it does not wait."""
+    """Return (certainty, operation) of the wait that a stack shows. Certainty 2: the rank only waits; 1: it
+    may also be computing; 0 with "": the stack shows no wait."""
     for frame in stack:
         for (path, function), answer in WAITS.items():
             if frame.path.endswith(path) and frame.function == function:
@@ -320,12 +320,12 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     A rank runs ahead of its GPU: its position counts queued work, its collectives show started work.
     """
     if stopped := [s for s in snapshots if s.stopped]:
-        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes it")
+        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes the process")
     # a frozen rank that is steps ahead of a responding rank waits for that rank: while the GPU's queue is
     # full, a kernel launch holds the interpreter lock (GIL)
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
-        reason = "holds the interpreter lock (GIL) or gets no CPU time"
+        reason = "interpreter lock (GIL) held, or no CPU time"
         if frozen[0].state == "D":
             reason = "blocked in the kernel"
         return _named(frozen, f"not responding: {reason}")
@@ -379,9 +379,9 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
             waiting.update(ahead)
             what = f"{_name(ranks[ahead[0]][newest])}{where}, in which {_list(ahead, 'wait')}"
             missing.update({rank: what for rank in last if last[rank] < newest})
-    culprits = [rank for rank in missing if rank not in waiting]
-    if culprits:
-        return HangDiagnosis(tuple(culprits), f"has not started {missing[culprits[0]]}")
+    if culprits := [rank for rank in missing if rank not in waiting]:
+        have = "have" if len(culprits) > 1 else "has"
+        return HangDiagnosis(tuple(culprits), f"{have} not started {missing[culprits[0]]}")
     if missing:
         each = "; ".join(f"rank {rank} has not started {what}" for rank, what in sorted(missing.items()))
         return HangDiagnosis(tuple(sorted(missing)), f"the ranks wait for each other: {each}")

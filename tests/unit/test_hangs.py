@@ -98,10 +98,10 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "behind one that compiles": (
         [snapshot(0, step=0, phase="setup"), snapshot(1, step=0, phase="compile")],
         (0,),
-        "behind the others, which are in compile",
+        "behind the others, which are in phase compile",
     ),
     "behind one that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
-    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not responding: h"),
+    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not responding: interpreter"),
     "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not responding: blocked"),
     "ahead of one that is heard, its launch waits for room in its GPU's queue": (
         [snapshot(0, WORK, step=4), snapshot(1, step=5, unheard_s=29.0), snapshot(2, step=5, unheard_s=29.0)],
@@ -112,7 +112,7 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "the last of many places": (
         [snapshot(0, step=5), snapshot(1, phase="log"), snapshot(2), snapshot(3, phase="log")],
         (2,),
-        "behind the others, which are in step 5 (step, 0 micro batches done)",
+        "behind the others, which are in step 5 (step, micro batches done: 0)",
     ),
     "outside the collective": (
         [snapshot(0, GATHER), snapshot(1, WORK), snapshot(2, TICK)],
@@ -213,7 +213,7 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
     reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
-    assert "rank 1 in step 4 (step, 2 micro batches done)" in hangs.report(snapshots, diagnosis)[0]
+    assert "rank 1 in step 4 (step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
     assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
@@ -225,12 +225,12 @@ def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
     snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, deep, step=3), snapshot(2)]
     head, place, *lines = hangs.report(snapshots, find_culprit(snapshots))
-    assert head.startswith("hang: rank 1 in step 3 (step, 0 micro batches done): behind")
+    assert head.startswith("hang: rank 1 in step 3 (step, micro batches done: 0): behind")
     assert head.endswith("(no progress for 30 s)")
     assert place == "  rank 1 at /p/mine.py:1 in f"
     assert lines[:-2] == [f"    | /p/mine.py:{line} in f" for line in range(1, 13)]
     assert lines[-2].startswith("  rank 0 in step 4 (log): waits in all_gather (/p/bert_dp/training/distri")
-    assert lines[-1] == "  rank 2 in step 4 (step, 0 micro batches done)"
+    assert lines[-1] == "  rank 2 in step 4 (step, micro batches done: 0)"
     stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
     head, place, *_ = hangs.report(stopped, find_culprit(stopped))
     assert head.endswith("(no progress for 21 s)")
@@ -359,7 +359,9 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     assert len(scene.said) == count
     again = scene.now + 1
     scene.train(3)
-    assert scene.said[count] == f"continues after {again - moved:.0f} s", "since rank 1 has moved last"
+    assert scene.said[count] == f"the run continues after {again - moved:.0f} s without progress", (
+        "since rank 1 has moved last"
+    )
     assert len(scene.said) == count + 1
     assert "continues after" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
