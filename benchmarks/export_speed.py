@@ -63,7 +63,7 @@ FILES = {  # row -> form of its export
     INT8: "onnx-int8",
 }
 SHARE_AT = (8, 128)
-WARM_TOKENS = 4096  # largest call that follows an untimed one; in longer calls its cost is negligible
+WARM_TOKENS = 4096  # an untimed call precedes calls up to this size; in larger ones, start-up is negligible
 MOST_CALLS = 50  # per row and point in one round
 QUICK = {
     "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
@@ -155,7 +155,6 @@ def export_all(config: Config, scratch: Path, forms: Sequence[str]) -> turns.Pre
 
 
 def export(form: str, source: Any, folder: Path, config: Config) -> None:
-    """Write one form of the export."""
     from bert_dp.exporting.source import write_about, write_aoti, write_hf, write_onnx
 
     if form == "hf":
@@ -381,7 +380,6 @@ def summarise(o: argparse.Namespace, config: Config, rows: dict[str, dict[str, A
 
 
 def point_facts(row: str, point: Point, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the calls of a row at one point."""
     name = name_of(point)
     calls = [seconds for each in rows[row]["rounds"] for seconds in each[name]]
     return {

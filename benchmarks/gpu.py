@@ -342,7 +342,6 @@ def step_result(place: Place, variants: str, *, number: int = 0, **sizes: int) -
 
 
 def script(name: str, *options: str) -> list[str]:
-    """Return the command line of a benchmark script."""
     return [sys.executable, f"benchmarks/{name}.py", *options]
 
 

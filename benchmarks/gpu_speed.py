@@ -131,8 +131,8 @@ def fit(rows: list[Measured]) -> dict[str, Any]:
 
 
 def left_out_errors(rows: list[Measured]) -> list[tuple[Measured, bool, float]]:
-    """Return each row with a flag and its error by a fit without its source: True if another source has the
-    same device and precision, and ln(predicted / measured rate)."""
+    """Return (row, seen, error) for each row. `seen`: another source has the row's device and precision;
+    `error`: ln(predicted / measured rate) by a fit without the row's source."""
     errors = []
     for source in sorted({row.row["source"] for row in rows}):
         others = [row for row in rows if row.row["source"] != source]

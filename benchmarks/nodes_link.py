@@ -31,7 +31,7 @@ from tests.helpers import read_lines
 from tests.nodes.harness import PORT, REASON, Cluster, ended, run
 from tests.shards import write_shards
 
-ACCUMULATIONS, REDUCTIONS = (1, 8, 32), {"full": math.inf, "bf16": 2.0}  # dtype -> bytes sent per number
+ACCUMULATIONS, REDUCTIONS = (1, 8, 32), {"full": math.inf, "bf16": 2.0}  # dtype -> most bytes sent per number
 MICRO, RANKS, WARM_UP = 16, 2, 3
 MODEL = "hidden_size=256 num_layers=4 num_heads=4 intermediate_size=1024"  # 3.2 M parameters
 SETTINGS = [f"model.{item}" for item in MODEL.split()] + [f"batch.micro_size={MICRO}", "compile=off"]

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     o = parser.parse_args()
     torch.set_num_threads(o.threads)
-    keep_freed_memory()  # every CPU rank does so too
+    keep_freed_memory()  # every CPU rank does this too
     device = torch.device(o.device)
     model = build_model(ModelConfig(num_layers=o.layers), 128, seed=0).to(device)
     generator = torch.Generator(device).manual_seed(0)

@@ -228,7 +228,8 @@ def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
 
 
 def accumulation(row: Row) -> int:
-    """Return the accumulation; 1 if not stated, because such losses are proportional to gradient bytes."""
+    """Return the accumulation. It is 1 if not stated, because the losses of such rows are proportional to the
+    bytes of the gradients."""
     return int(float(row["accum"] or 1))
 
 

@@ -78,8 +78,8 @@ def commit() -> str:
 
 
 def environment(date: str | None = None, **facts: Any) -> dict[str, Any]:
-    """Return the contents of environment.json for this machine, with the command without folders, the date
-    (None = today), the load average, and `facts`."""
+    """Return the contents of environment.json for this machine, with folders removed from the command, plus
+    the date (None = today), the load average and `facts`."""
     machine = probe(ROOT).to_json()
     for package in ("onnx", "onnxruntime"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -136,7 +136,6 @@ def parse() -> argparse.Namespace:
 
 
 def parts_of(name: str, o: argparse.Namespace) -> tuple[str, str, str]:
-    """Return kind, mode and precision of a variant."""
     kind, mode, precision = (*name.split(":"), "", "")[:3]
     return kind, mode, precision or o.precision
 
@@ -162,7 +161,7 @@ def model_config(o: argparse.Namespace) -> Any:
 
 
 def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]]:
-    """Return (ids, labels), each [B, S] on the device, for each micro batch of a step. Tokens are Zipfian."""
+    """Return (ids, labels), each [B, S] on the device, per micro batch. Token n has the weight 1 / n."""
     import torch
 
     generator = torch.Generator().manual_seed(o.seed * 1_000_003 + step)
@@ -250,7 +249,7 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
     makers = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}
     bare: torch.nn.Module = makers[kind](o).to(o.device)
     if kind == "cramming":
-        bare.eval()  # no dropout, as in its pretraining
+        bare.eval()  # without dropout, as in cramming's pretraining
     model = torch.compile(bare, dynamic=False) if mode == "whole" else bare
     decayed: dict[str, Any] = {"params": [p for p in bare.parameters() if p.dim() >= 2]}
     others = {"params": [p for p in bare.parameters() if p.dim() < 2], "weight_decay": 0.0}

@@ -50,8 +50,8 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
-    """Check the machine in under 30 s. `run_dir`: directory in which the disk is tested. Child processes exit
-    with this process, even if it is killed."""
+    """Check the machine in under 30 s. A checkpoint is tested in `run_dir`, by default the current directory.
+    Child processes exit with this process, even if it is killed."""
     target = run_dir or Path()
     env = probe(target)
     findings = diagnose(env)
@@ -73,7 +73,7 @@ def diagnose(env: Environment) -> list[Finding]:
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks a MIG instance
     present = env.gpus_present
     visible = f"{gpus} of {present} visible{names}" if present else "none, ranks use the CPU"
-    absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the others idle"
+    absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the other GPUs idle"
     ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
     numa_nodes = len(env.numa_cores) or 1
     gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
@@ -125,7 +125,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"process limit: {'none' if env.max_processes is None else env.max_processes}",
-            "'resource temporarily unavailable': each of a rank's 50 or more threads counts",
+            "ranks fail with 'resource temporarily unavailable': each has 50 or more threads",
             "run `ulimit -u 16384` first, or raise the container's pids limit",
         ),
         _finding(

@@ -28,7 +28,7 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return `data` and `layout` for Plotly.react, the name and the label of the switch; all escaped."""
+    """Return data and layout for Plotly.react, the figure's name and the switch's label, all escaped."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
@@ -58,7 +58,7 @@ def drawing(figure: Figure) -> dict[str, Any]:
 
 
 def text_of(text: str, limit: int = 0) -> str:
-    """Escape a text for plotly, which interprets some HTML; truncate it to `limit` characters (0: never)."""
+    """Escape a text for plotly, which interprets some HTML; truncate it to `limit` characters (0 = any)."""
     text = " ".join(safe(text).split())
     if limit and len(text) > limit:
         text = f"{text[: limit - 1]}\u2026"
@@ -66,7 +66,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Return the legend settings: a name is listed once, and a click on it hides all traces of that name."""
+    """Return a trace's legend settings. Each name is listed once; a click hides all traces of the name."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}

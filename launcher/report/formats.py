@@ -12,7 +12,7 @@ HUGE = 1e300  # quotients of magnitudes above HUGE or below 1 / HUGE may overflo
 
 
 def number(value: object) -> float | None:
-    """Return a number as a float: 0 for a magnitude below 1 / HUGE, None above HUGE. None for other types."""
+    """Return a number as a float, 0 if its magnitude is below 1 / HUGE; None if above HUGE or no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0

@@ -50,8 +50,6 @@ class TableCell:
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """A row of a table."""
-
     label: str
     cells: Sequence[TableCell]
     topic: str = ""  # heading above the first row of this topic
@@ -71,8 +69,6 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of a figure."""
-
     label: str  # includes the unit in words
     unit: Unit = "si"  # number format
     log: bool = False
@@ -95,7 +91,6 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """Return the measured values."""
         return [y for y in self.y if y is not None]
 
 
@@ -109,7 +104,6 @@ class Bars:
 
     @property
     def values(self) -> list[float]:
-        """Return the measured values."""
         return [part for part in self.parts if part]
 
 
@@ -144,8 +138,6 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class ReportSection:
-    """A part of a report."""
-
     title: str
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
@@ -247,7 +239,7 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Quantity):
-    """A ratio and the path of its interval. A ratio that is not measurable has a text instead of digits."""
+    """A ratio, shown as `not measurable` if its interval (at the path `interval`) is too wide."""
 
     interval: str = ""
 
@@ -304,7 +296,7 @@ def table(
     return Table(named, [q.head for q in quantities], title, corner, empty)
 
 
-# --- on the console
+# --- printing on the console
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
 

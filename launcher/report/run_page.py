@@ -97,7 +97,7 @@ HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput token
 MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
-"""Parts of the wall time in order, with training replaced by its own parts."""
+"""Parts of the wall time in order, with training divided into its parts."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> page.Report:
@@ -441,7 +441,7 @@ def _times(run: RunFiles) -> list[TableRow]:
 
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
-    # since this start, like the energy
+    # tokens since this start, which the energy covers
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
     each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
@@ -497,7 +497,7 @@ TOPICS = {
 
 # --- classes of a finetuned run
 
-MAX_CLASSES = 50  # largest matrix that is readable
+MAX_CLASSES = 50  # most classes in a readable matrix
 
 
 def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
@@ -590,7 +590,7 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # else not of this loss
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # same evaluation
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"± 95 % over {count_of(len(apart), 'sequence')}: same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)

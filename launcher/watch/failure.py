@@ -241,7 +241,7 @@ def explain(
         facts = {**_explain_kill(failure, run_dir, world_size, memory, here), "memory": memory}
     elif failure.kind in OUT_OF_MEMORY:
         on_host = failure.kind == "host_memory"
-        reasons, fixes = what_to_lower(run_dir, world_size, failure.message, on_host=on_host, here=here)
+        reasons, fixes = explain_memory(run_dir, world_size, failure.message, on_host=on_host, here=here)
         facts = {"explanation": reasons, "fix": fixes, "memory": memory if on_host else None}
     return failure.model_copy(update=facts)
 
@@ -254,7 +254,7 @@ def _explain_kill(
         peaked = f"the rank's memory peaked at {format_gib(peak)}"
     if memory.oom_kills:
         killed = f"the kernel killed the rank because host memory ran out (oom_kill in {memory.counter})"
-        reasons, fixes = what_to_lower(run_dir, world_size, "", on_host=True, here=here)
+        reasons, fixes = explain_memory(run_dir, world_size, "", on_host=True, here=here)
         facts = {"message": f"{failure.message}: host out of memory", "kind": "host_memory"}
         return {**facts, "explanation": [f"{killed}; {peaked}", *reasons], "fix": fixes}
     reason = "killed from outside the run: no out-of-memory kill was counted"
@@ -264,7 +264,7 @@ def _explain_kill(
     return {"explanation": [f"{reason}; {peaked}"], "fix": [fix]}
 
 
-def what_to_lower(
+def explain_memory(
     run_dir: Path, world_size: int, message: str, *, on_host: bool, here: int
 ) -> tuple[list[str], list[str]]:
     """Explain why host or device memory ran out, and find settings that need less memory. `here`: number of
@@ -290,11 +290,11 @@ def what_to_lower(
     newest = files.newest_checkpoint_facts(run_dir)
     kept = newest[1].precision if newest else None
     precision = precision_of(config, machine.bf16_units, on_gpu=not on_host, kept=kept)
-    estimate, fix = what_fits(config, precision, world_size, capacity, on_gpu=not on_host)
+    estimate, fix = suggest_micro_batch(config, precision, world_size, capacity, on_gpu=not on_host)
     return [*reasons, estimate], [fix]
 
 
-def what_fits(
+def suggest_micro_batch(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
     """Return two texts: the memory estimate per rank, and the setting of the largest micro batch that fits.
@@ -380,12 +380,12 @@ class MemoryWatch:
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     """Read the number of out-of-memory kills so far and the path of the counter. The control group's counter
     (v2 or v1) covers all of its limits; otherwise the machine's is read. None if no counter is readable."""
-    places = [
+    counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))
         for name in ("memory.events", "memory.oom_control")
     ]
-    for path in (*places, root / "proc/vmstat"):
+    for path in (*counters, root / "proc/vmstat"):
         with contextlib.suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
                 return int(match[1]), str(path)

@@ -20,7 +20,7 @@ from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
 from bert_dp.training import process
 from launcher.children import describe_exit_code
 from launcher.watch import failure as watch
-from launcher.watch.failure import RankExit, card, explain, first_line, what_fits
+from launcher.watch.failure import RankExit, card, explain, first_line, suggest_micro_batch
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -281,7 +281,7 @@ def applied(base: Config, fix: str) -> Config:
 @pytest.mark.parametrize("capacity", [4.0, 6.0, 10.0])
 def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
     base = config()
-    estimate, fix = what_fits(base, "bf16", world, capacity, on_gpu=True)
+    estimate, fix = suggest_micro_batch(base, "bf16", world, capacity, on_gpu=True)
     assert f"{size(base, world):.2f} GiB at micro batch 128; available: {capacity:.2f} GiB" in estimate
     changed = applied(base, fix)
     assert batch_layout(changed, world).global_size == base.batch.global_size
@@ -296,13 +296,13 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
 def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
     base = config("batch.micro_size=8")
     for times, fits in ((1000.0, True), (1.05, True), (0.95, False)):
-        estimate, fix = what_fits(base, "bf16", 1, times * size(base, 1), on_gpu=True)
+        estimate, fix = suggest_micro_batch(base, "bf16", 1, times * size(base, 1), on_gpu=True)
         assert ("the run used more than the estimate" in estimate) == fits
         assert size(applied(base, fix), 1) <= (1 - watch.SPARE) * size(base, 1)
 
 
 def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
-    _, fix = what_fits(config(), "bf16", 4, 0.1, on_gpu=True)
+    _, fix = suggest_micro_batch(config(), "bf16", 4, 0.1, on_gpu=True)
     assert fix.startswith("by the estimate, no smaller micro batch fits")
     assert "parallel.engine=zero1" in fix
 
