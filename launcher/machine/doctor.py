@@ -72,7 +72,7 @@ def diagnose(env: Environment) -> list[Finding]:
     build = "CPU" if "+cpu" in (torch or "") else "GPU"
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks a MIG instance
     present = env.gpus_present
-    visible = f"{gpus} of {present} visible{names}" if present else "none, ranks use the CPU"
+    visible = f"{gpus} of {present} visible{names}" if present else "none; ranks use the CPU"
     absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the other GPUs idle"
     ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
     numa_nodes = len(env.numa_cores) or 1

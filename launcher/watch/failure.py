@@ -336,7 +336,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
     lines += [f"  log: {failure.log}"] if failure.log else []
     lines.append(f"  run: {run_dir}")
     if failure.same_error_ranks:
-        lines.append(f"  same error: rank {', '.join(map(str, failure.same_error_ranks))}")
+        lines.append(f"  same error on ranks: {', '.join(map(str, failure.same_error_ranks))}")
     lines += [f"  why: {line}" for line in failure.explanation]
     lines += [f"  fix: {line}" for line in failure.fix]
     if failure.memory and (peak := failure.memory.peaks_gib.get(f"rank {failure.rank}")):

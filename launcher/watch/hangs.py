@@ -35,7 +35,7 @@ STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 # (file, function) -> (certainty, operation); 2: the function only waits, 1: it may also be computing
 WAITS = {
-    ("bert_dp/training/distributed.py", "wait"): (2, "a side-group exchange"),
+    ("bert_dp/training/distributed.py", "wait"): (2, "an exchange of host values"),
     **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
     ("cuda/__init__.py", "synchronize"): (1, "a synchronization with the device"),
@@ -100,7 +100,7 @@ class RankSnapshot:
         if self.phase in ("setup", "compile"):
             return f"in phase {self.phase}"
         done = f", micro batches done: {self.heartbeat.done}" if self.phase in IN_STEP else ""
-        return f"in step {self.heartbeat.step} ({self.phase}{done})"
+        return f"in step {self.heartbeat.step} (phase {self.phase}{done})"
 
 
 class HangDiagnosis(NamedTuple):

@@ -90,7 +90,7 @@ def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path) -> None:
 def test_row_07_a_pause_is_reported_and_its_end_too(run_dir: Path, shards: Path) -> None:
     train(shards, run_dir, *hang_limits(4.0, 600.0), "schedule.steps=4", **broken("sleep", seconds=8))
     said = (run_dir / "hang.txt").read_text()
-    assert said.count("hang: rank 1 in step 4 (step") == 1
+    assert said.count("hang: rank 1 in step 4 (phase step") == 1
     assert f"  rank 1 at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in said
     assert re.search(r"continues after \d+ s", said)
     assert read_json(run_dir / "summary.json")["status"] == "done"

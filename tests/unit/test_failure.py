@@ -173,7 +173,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     lines = card(Failure(rank=3, message="ValueError: \x1b[2Jno", **said), tmp_path)
     assert lines[0].startswith("failed: rank 3: ValueError: ")
     assert lines[1:4] == ["  at mine.py:7 in f: g()", "  log: rank-3.log", f"  run: {tmp_path}"]
-    assert lines[4:7] == ["  same error: rank 0, 1", "  why: it is so", "  fix: do so"]
+    assert lines[4:7] == ["  same error on ranks: 0, 1", "  why: it is so", "  fix: do so"]
     assert lines[7] == "  memory: rank 3 peaked at 2.00 GiB"
     assert all(line.startswith("  consequence: rank") for line in lines[8:-3])
     assert len(lines[8:-3]) == watch.CONSEQUENCES_SHOWN

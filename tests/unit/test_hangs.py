@@ -112,7 +112,7 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "the last of many places": (
         [snapshot(0, step=5), snapshot(1, phase="log"), snapshot(2), snapshot(3, phase="log")],
         (2,),
-        "behind the others, which are in step 5 (step, micro batches done: 0)",
+        "behind the others, which are in step 5 (phase step, micro batches done: 0)",
     ),
     "outside the collective": (
         [snapshot(0, GATHER), snapshot(1, WORK), snapshot(2, TICK)],
@@ -213,7 +213,7 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
     reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
-    assert "rank 1 in step 4 (step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
+    assert "rank 1 in step 4 (phase step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
     assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
@@ -225,12 +225,14 @@ def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
     snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, deep, step=3), snapshot(2)]
     head, place, *lines = hangs.report(snapshots, find_culprit(snapshots))
-    assert head.startswith("hang: rank 1 in step 3 (step, micro batches done: 0): behind")
+    assert head.startswith("hang: rank 1 in step 3 (phase step, micro batches done: 0): behind")
     assert head.endswith("(no progress for 30 s)")
     assert place == "  rank 1 at /p/mine.py:1 in f"
     assert lines[:-2] == [f"    | /p/mine.py:{line} in f" for line in range(1, 13)]
-    assert lines[-2].startswith("  rank 0 in step 4 (log): waits in all_gather (/p/bert_dp/training/distri")
-    assert lines[-1] == "  rank 2 in step 4 (step, micro batches done: 0)"
+    assert lines[-2].startswith(
+        "  rank 0 in step 4 (phase log): waits in all_gather (/p/bert_dp/training/distri"
+    )
+    assert lines[-1] == "  rank 2 in step 4 (phase step, micro batches done: 0)"
     stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
     head, place, *_ = hangs.report(stopped, find_culprit(stopped))
     assert head.endswith("(no progress for 21 s)")
@@ -350,7 +352,7 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     moved = scene.now
     scene.ranks[0].go("log")
     assert 20 <= scene.quiet(60) <= 30
-    assert "hang: rank 1 in step 5 (step" in scene.said[0]
+    assert "hang: rank 1 in step 5 (phase step" in scene.said[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
     assert scene.said[-1].startswith("  bert-dp ends the run in 600 s")
