@@ -58,7 +58,7 @@ def drawing(figure: Figure) -> dict[str, Any]:
 
 
 def text_of(text: str, limit: int = 0) -> str:
-    """Escape a text for plotly, which interprets some HTML; truncate it to `limit` characters (0 = any)."""
+    """Escape a text for plotly, which interprets some HTML; truncate it to `limit` characters unless 0."""
     text = " ".join(safe(text).split())
     if limit and len(text) > limit:
         text = f"{text[: limit - 1]}\u2026"

@@ -20,7 +20,7 @@ from launcher.report.formats import number
 
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS divide `train`
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
-NUM_STRETCHES = 500  # a long metrics.jsonl is read in so many parts; at most five lines of each are kept
+NUM_STRETCHES = 500  # a long metrics.jsonl is split into this many parts; at most five lines of each are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _completed(summary: Summary | None, logged: Summary) -> Summary:
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}
-    if summary.samples is not None:  # by rank 0, so only the last evaluation may be missing
+    if summary.samples is not None:  # written by rank 0, so only the last evaluation may be missing
         is_later = summary.status != "done" and summary.heldout_loss is None
         unknown = {"heldout", "heldout_loss", "heldout_step"} if is_later else set()
     return summary.model_copy(update={name: getattr(logged, name) for name in unknown})

@@ -343,7 +343,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
         lines.append(f"  memory: rank {failure.rank} peaked at {format_gib(peak)}")
     lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
     if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
-        lines.append(f"  consequence: {count_of(more, 'more rank')}; summary.json lists all")
+        lines.append(f"  consequence: {count_of(more, 'more rank')}; all are in summary.json")
     lines += [f"  | {line}" for line in failure.log_tail]
     return [safe(line) for line in lines]
 
