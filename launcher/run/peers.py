@@ -379,7 +379,7 @@ class Coordinator:
             int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each.get("ranks", {}).items()
         }
 
-    def request_evidence(self) -> None:
+    def ask_for_evidence(self) -> None:
         with self._changed:
             self._said = {key: said for key, said in self._said.items() if key[1] != "evidence"}
         self._send("look")

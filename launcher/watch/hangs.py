@@ -113,7 +113,7 @@ class OtherNodes(Protocol):
 
     def unheard_s(self) -> float: ...
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]: ...
-    def request_evidence(self) -> None: ...
+    def ask_for_evidence(self) -> None: ...
     def evidence(self) -> dict[int, tuple[tuple[Frame, ...], Collectives]]: ...
 
 
@@ -191,7 +191,7 @@ class Watch:
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
         snapshots = list(self._ranks.values())
         if self.others is not None:
-            self.others.request_evidence()
+            self.others.ask_for_evidence()
         found = evidence(self._run_dir, workers, [s for s in snapshots if s.rank in workers])
         if self.others is not None:
             found |= self.others.evidence()

@@ -472,7 +472,7 @@ def test_no_report_of_a_rank_elsewhere_that_ends_while_evidence_is_gathered(scen
     scene.train(5)
     elsewhere = {2: (scene.ranks[1].beat, "S")}
     scene.watch.others = types.SimpleNamespace(
-        unheard_s=float, heartbeats=elsewhere.copy, request_evidence=elsewhere.clear, evidence=dict
+        unheard_s=float, heartbeats=elsewhere.copy, ask_for_evidence=elsewhere.clear, evidence=dict
     )
     assert scene.quiet(28) is not None
     assert "rank 2" not in "".join(scene.said)
