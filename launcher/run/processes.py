@@ -126,7 +126,7 @@ def run(
         if cause is not None:
             cause = failure.explain(cause, run_dir, nproc, by_node.get(node, ended).memory, here)
         elif watch is not None and hung is not None:
-            watch.tell_continued()
+            watch.report_continued()
         return outcome_of(run_dir, cause, unknown, pending)
 
 
@@ -287,7 +287,7 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     try:
         results.write(run_dir / "summary.json", summary)
     except OSError as error:
-        cause = failure.of_a_disk(cause, run_dir, error)
+        cause = failure.add_disk_error(cause, run_dir, error)
     return RunOutcome(summary.exit_code, cause, stop)
 
 

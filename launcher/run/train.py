@@ -41,7 +41,7 @@ from launcher.run.restarts import RunOptions
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import failure, hangs
 from launcher.watch.display import Display
-from launcher.watch.failure import card, what_fits
+from launcher.watch.failure import card, suggest_micro_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -457,7 +457,7 @@ class MemoryCheck:
             f"{size} takes about {format_gib(self.total_gib)} per rank (estimate), but only "
             f"{format_gib(self.limit_gib)} is available ({self.limit_of})"
         )
-        hint = what_fits(*where, on_gpu=self.on_gpu)[1]
+        hint = suggest_micro_batch(*where, on_gpu=self.on_gpu)[1]
         return [Issue("batch.micro_size", "out_of_range", message, size, hint=hint)]
 
 

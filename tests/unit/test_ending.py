@@ -288,7 +288,7 @@ def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: 
     files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
     start_with(monkeypatch, tmp_path, "-c", f"{RAISE}; {end}")
     ended = processes.run(tmp_path, RankStart(2, []))
-    assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB per rank"
+    assert ended.failure.explanation[0] == "machine memory 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
 def test_the_launcher_may_end_long_after_a_worker(
