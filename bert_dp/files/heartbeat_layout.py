@@ -33,6 +33,11 @@ class Heartbeat:
         in_step = PHASES[self.phase] in IN_STEP
         return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 
+    @property
+    def steps_done(self) -> int:
+        """Return the number of completed optimizer steps."""
+        return self.step - (PHASES[self.phase] in IN_STEP)
+
 
 BEAT_SLOTS = {field.name: i for i, field in enumerate(dataclasses.fields(Heartbeat))}
 BEAT_BYTES = 8 * len(BEAT_SLOTS)

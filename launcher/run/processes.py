@@ -281,8 +281,10 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     elif cause.log is not None and not Path(cause.log).exists():  # the rank has not opened its log
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
     if summary is None:
-        steps = (line["step"] for line in files.read_lines(run_dir / "metrics.jsonl"))
-        summary = Summary(status="failed", step=max(steps, default=0))
+        logged = [line["step"] for line in files.read_lines(run_dir / "metrics.jsonl")]
+        beats = filter(None, map(files.read_heartbeat, (run_dir / "heartbeats").glob("rank-*")))
+        step = max([*logged, *(beat.steps_done for beat in beats)], default=0)
+        summary = Summary(status="failed", step=step)
     summary = summary.model_copy(update={"failure": cause, "signal": stop or None})
     try:
         results.write(run_dir / "summary.json", summary)

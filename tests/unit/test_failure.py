@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import signal
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from bert_dp.config import Config, ConfigError, Issue, batch_layout, dump_config
 from bert_dp.cost import memory_estimate_gib
 from bert_dp.files import STARTED_AGAIN
 from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
-from bert_dp.training import process
+from bert_dp.training.process import RunFailed
+from bert_dp.training.rank import record_error
 from launcher.children import describe_exit_code
 from launcher.watch import failure as watch
 from launcher.watch.failure import RankExit, card, explain, first_line, suggest_micro_batch
@@ -186,11 +188,11 @@ def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: 
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
     monkeypatch.setattr(files, "hide", lambda text, secrets: text)
-    monkeypatch.setattr(process.sys.stderr, "write", lambda text: there.append(path.exists()))
+    monkeypatch.setattr(sys.stderr, "write", lambda text: there.append(path.exists()))
     try:
         json.loads("{")
     except ValueError as problem:
-        process.record_error(2, problem)
+        record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
     # raised in the standard library, blamed on the line above
@@ -203,12 +205,12 @@ def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: 
 def test_bad_input_is_recorded_as_such_and_no_error_holds_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process.record_error(0, ConfigError([Issue(**WRONG)]))
+    record_error(0, ConfigError([Issue(**WRONG)]))
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = cause_of(tmp_path)
     assert (failure.kind, failure.issues) == ("bad_input", [WRONG])
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
-    process.record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
+    record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
     for text in ((tmp_path / "rank-1.error.json").read_text(), capsys.readouterr().err):
         assert ("login with" in text, "q7Zx-81kkd-Pw04ff" in text) == (True, False)
 
@@ -222,7 +224,7 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
 
 
 def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
-    process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
+    record_error(0, RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.kind == "not_finite", "whatever the words"
