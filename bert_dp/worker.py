@@ -8,6 +8,6 @@ from bert_dp.training.rank import main
 
 if __name__ == "__main__":
     code = main(standalone=LAUNCHER_PID not in os.environ)
-    if code:  # peers may have exited: skip the shutdown of the process group
+    if code:  # skip the shutdown of the process group, because peers may have exited
         sys.stdout.flush()
         os._exit(code)
