@@ -149,9 +149,9 @@ def evaluate(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Measure the held-out loss of a run on `texts`, or compare several runs. `options`: options of `bert-dp
-    eval mlm`. Without `texts`, score a run on GLUE and write the results to the directory `out`; `options`:
-    options of `bert-dp eval glue`, such as `data`. Raises ConfigError and RuntimeError."""
+    """Measure the held-out loss of a run on `texts`, or compare several runs. Without `texts`, score a run on
+    GLUE and write the results to the directory `out`. `options`: options of `bert-dp eval mlm` or of `bert-dp
+    eval glue`, such as `data`. Raises ConfigError and RuntimeError."""
     first, *_ = named = _several(run)
     verb, place = "eval mlm", _absolute(first)
     if not texts:
@@ -212,7 +212,7 @@ def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
 
 
 def read_run(directory: PathLike) -> Run:
-    """Read a run directory, even while the run is in progress. Raises ConfigError without a config.yaml."""
+    """Read a run directory, even during the run. Raises ConfigError if the directory has no config.yaml."""
     path = _absolute(directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
@@ -292,7 +292,7 @@ def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None)
 
 
 def _answer(words: list[str], quiet: bool) -> str:
-    """Run any other verb; return its output. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
+    """Return the output of any other verb. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
     ended = _follow(words, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
@@ -337,8 +337,7 @@ class _Outcome(NamedTuple):
 
 
 def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Outcome:
-    """Run a verb and print its messages; return the output of a verb that does not train. Raises ConfigError
-    if the exit code is 2."""
+    """Run a verb, print its messages and return its output. Raises ConfigError if the exit code is 2."""
     printed: list[str] = []
     interrupted = False
     answers = arguments[0] not in ("train", "finetune")

@@ -81,7 +81,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of dense matrix products on a device, or None if unknown (no MFU)."""
+    """Return the peak FLOP/s of dense matrix products on a device, or None if it is unknown (no MFU)."""
     if "MIG" in device_name:  # a slice of a GPU has a lower peak
         return None
     for name, peaks in PEAK_FLOPS:
@@ -147,7 +147,7 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
     tokens = config.batch.micro_size * length
     layers = 1 if config.parallel.activation_checkpointing else model.num_layers
     more = 0.0
-    if model.norm == "rmsnorm":  # on a CPU, several operations, which also save the normalized input
+    if model.norm == "rmsnorm":  # CPUs use several operations, which also save the normalized input
         more += 2 * layers * model.hidden_size * wide
     if precision == "bf16" and not model.attention_dropout:  # CPUs materialize the attention probabilities
         more += layers * model.num_heads * length * narrow / config.parallel.tensor

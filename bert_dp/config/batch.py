@@ -71,7 +71,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return the consumed share of the budget, f in [0, 1]. with_budget must have converted epochs before.
+    """Return the consumed share of the budget, f in [0, 1]. with_budget must first convert epochs.
     `spent`: seconds if the budget is in hours; share of the budget if it is in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
@@ -84,8 +84,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Convert a budget in epochs to tokens, at `num_samples` training sequences per epoch. In finetuning,
-    convert it to whole steps, because examples differ in length."""
+    """Return the configuration with a budget in epochs, each of `num_samples` samples, converted to tokens
+    or, in finetuning, to whole steps, because examples differ in length."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config

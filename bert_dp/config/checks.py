@@ -133,10 +133,10 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     """Find settings that conflict with labelled examples."""
     if not config.has_examples:
         return
-    labels, kind = len(config.finetune.labels), config.finetune.kind
-    if kind != "regression" and labels < 1 + (kind == "single_label"):
+    count, kind = len(config.finetune.labels), config.finetune.kind
+    if kind != "regression" and count < 1 + (kind == "single_label"):
         hint = "list the labels, or use `bert-dp finetune`, which reads them from the data"
-        yield Issue("finetune.labels", "missing", f"{kind} needs more than {labels}", labels, hint=hint)
+        yield Issue("finetune.labels", "missing", f"{kind} needs more than {count} labels", count, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
         yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
@@ -228,8 +228,8 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings with which weights that were trained with the configuration `old` are unusable. Comparing
-    shapes does not suffice: with another number of heads, for example, the weights load but are wrong."""
+    """Find settings that differ from the configuration `old` of the weights and make them unusable. Equal
+    shapes do not suffice: with another number of heads, for example, weights load but are wrong."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]
@@ -337,15 +337,11 @@ def export_formats(config: Config) -> str:
     return f"{graphs}; transformers has no class for {', '.join(issue.setting for issue in issues)}"
 
 
-# --- precision
-
-
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Return `setting`, or resolve auto: to the checkpoint's precision `kept` if given, else to bf16 if every
-    rank's device has bf16 matrix products (`has_bf16`) and every engine supports bf16, else to fp16 on a GPU
-    and fp32 on a CPU."""
+    """Return `setting`; if it is auto, the checkpoint's precision `kept`, else bf16 if all devices have bf16
+    matrix products (`has_bf16`) and all engines support bf16, else fp16 on a GPU and fp32 on a CPU."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -376,14 +372,14 @@ def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePlan:
-    """Steps and ranks to record with torch.profiler. Steps count from 1, as in metrics.jsonl."""
+    """Steps (`first` to `last`, from 1 as in metrics.jsonl) and ranks to record with torch.profiler."""
 
     first: int
     last: int
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the options of a worker. They omit ranks that a smaller restart does not have."""
+        """Return the worker's options, without ranks that do not exist after a restart with fewer ranks."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 

@@ -27,12 +27,12 @@ class EngineFacts:
     tensor: bool = False
     """The engine can be combined with tensor parallelism."""
     whole_tensors: bool = True
-    """The optimizer sees whole tensors, as Muon requires."""
+    """The optimizer receives whole tensors, as Muon requires."""
     flattens: bool = False
     """Sharded optimizer state is one flat vector, which hides the tensor norms that LAMB needs."""
     refused_precisions: tuple[str, ...] = ()
     noise_scale: bool = False
-    """Gradients are visible at two batch sizes, as `log.noise_scale` requires."""
+    """The engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
     meets_in_forward: bool = False
     """Ranks wait for each other during forward and backward, so a rank's own compute time is unknown."""
     master_copy: bool = False

@@ -114,7 +114,7 @@ def problem_lines(error: ValidationError) -> list[str]:
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
-        line = problem["msg"].removeprefix("Value error, ")  # added by pydantic
+        line = problem["msg"].removeprefix("Value error, ")  # pydantic adds this prefix
         if isinstance(problem["input"], (str, int, float, type(None))):
             line += f", got {ascii(problem['input'])[:80]}"
         lines.append(f"{path}: {line}" if path else line)

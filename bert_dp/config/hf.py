@@ -87,7 +87,7 @@ class HfEncoder:
 
     @property
     def tokenizer(self) -> Path:
-        """Path of the tokenizer file, which may not exist."""
+        """Return the path of the tokenizer file, which may not exist."""
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer, from which a bert-dp export may differ; None if unknown."""
+    """Return the hash of the run's tokenizer in export.json, or None. The exported file may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -85,13 +85,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # saved run
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # from a run
     return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read a configuration file and its bases; return their settings, lowest precedence first. Raises
-    ConfigError."""
+    """Read the settings of a file and of its bases, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
         message, hint = "base leads back to this file", "remove base from one of the files"
         raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
@@ -114,7 +113,7 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """Find the file `name` (relative to `folder`) or the shipped configuration `name`. Raises ConfigError."""
+    """Find the file `name` (relative to `folder`), else the shipped configuration. Raises ConfigError."""
     if not name:
         hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
@@ -181,7 +180,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of the setting `key`, created if missing, and the last part. Raises ValueError."""
+    """Return the section of a dotted `key`, created if missing, and the key in it. Raises ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > 16:  # no setting has more than three
         raise ValueError(f"no setting has {len(parents) + 1} parts")

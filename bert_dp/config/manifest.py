@@ -35,7 +35,7 @@ class HashedFile(StoredModel):
 
     file_name: ClassVar[str]
     hint: ClassVar[str]
-    """Fix for a damaged or missing file."""
+    """Suggested fix for a damaged or missing file."""
 
 
 class Shard(StoredModel):
@@ -166,7 +166,7 @@ class Manifest(HashedFile):
             hint = f"set data.sequence_length={self.sequence_length} or rebuild the shards"
             issues.append(Issue("data.sequence_length", "conflict", message, given, "data.path", hint))
         if self.vocab_size > (given := config.model.vocab_size):
-            message = f"{given} is less than the {self.vocab_size} tokens of {directory}"
+            message = f"{given} is less than the {self.vocab_size} tokens of the vocabulary in {directory}"
             hint = f"set model.vocab_size={self.vocab_size} or more"
             issues.append(Issue("model.vocab_size", "conflict", message, given, "data.path", hint))
         return issues
@@ -186,7 +186,7 @@ class Manifest(HashedFile):
         ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // 128) * 128:  # vocabularies may be padded for faster kernels
-            excess = f"{rows} is {rows / vocabulary:.1f} times the {vocabulary} tokens of the shards"
+            excess = f"{rows} is {rows / vocabulary:.1f} times the shards' vocabulary of {vocabulary} tokens"
             effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
             warnings.append(f"model.vocab_size: {excess}; {effect}")
         sequences, batch = self.train.sequences, config.batch.global_size
@@ -278,7 +278,7 @@ def manifest_hash(manifest: dict[str, Any]) -> str:
 
 
 class ExampleSplit(StoredModel):
-    """Split of the examples in one file. Token counts include <cls> and <sep>."""
+    """One split of the examples, in one file. Token counts include <cls> and <sep>."""
 
     source: str
     """File, or member of an archive, from which the examples were read."""
@@ -336,7 +336,7 @@ class ExamplesManifest(HashedFile):
     tokenizer: TokenizerFile
     splits: dict[BaseName, ExampleSplit]
     official: bool | None
-    """True if every split has the official GLUE number of rows; null if this is not a GLUE task."""
+    """True if every split has the official number of rows in GLUE; null = not a GLUE task."""
     dev_share: Share
     """Share of train that was moved to dev; 0 if dev is a separate file."""
     hash: Sha256
@@ -353,7 +353,7 @@ class ExamplesManifest(HashedFile):
         if TRAIN not in self.splits:
             raise ValueError("splits: train is missing")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
-            raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or a label occurs twice")
+            raise ValueError(f"labels: {len(names)} labels do not fit {self.kind}, or one occurs twice")
         if too_large:
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
@@ -370,7 +370,7 @@ class ExamplesManifest(HashedFile):
             fix = f"set data.sequence_length={self.sequence_length}"
             issues.append(Issue("data.sequence_length", "conflict", message, length, directory, fix))
         if self.vocab_size > (size := config.model.vocab_size):
-            message = f"{size} is less than the {self.vocab_size} tokens of {directory}"
+            message = f"{size} is less than the {self.vocab_size} tokens of the vocabulary in {directory}"
             fix = "finetune a run that was trained with this tokenizer"
             issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
         for name, value in (("kind", self.kind), ("labels", tuple(self.labels)), ("pair", self.pair)):

@@ -73,7 +73,7 @@ def load_function(text: str) -> Callable[..., Any]:
     assert spec is not None
     assert spec.loader is not None  # because the name ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
+    sys.modules[name] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)
     loaded: Callable[..., Any] = getattr(module, function)
     return loaded

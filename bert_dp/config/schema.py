@@ -1,7 +1,6 @@
-"""Define every setting of a run in one tree of strict, frozen models, with units.
+"""Define every setting of a run, with its unit, in one tree of strict, frozen models.
 
-Marks state when a setting may change and when it has an effect. The marks of a section apply to all its
-settings.
+Marks state when a setting may change and when it has an effect; the marks of a section apply to its settings.
 """
 
 import hashlib
@@ -148,15 +147,14 @@ class RunConfig(Section):
     """Stop the run after this many consecutive steps that were skipped because of non-finite gradients; with
     fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
-    """Seconds without progress after which a hang is reported, with the stack of the rank that the others
-    wait for. The limit is at least the time of three median steps, and at least 300 s in set-up, compilation
-    and saving."""
+    """Seconds without progress until a hang is reported, with the stack of the rank that the others wait for.
+    The minimum is three median step times, and 300 s in set-up, compilation and saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines. It multiplies all kWh."""
+    """Power usage effectiveness (power of the building / power of the machines), a factor of all kWh."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -199,8 +197,7 @@ class DataConfig(Section):
     path: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Directory of shards built by `bert-dp data build`."""
     sources: Annotated[tuple[PathText, ...] | None, OneOrMore, FREE_ON_RESUME] = None
-    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation); shards are built on first use and
-    cached."""
+    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation). The built shards are cached."""
     tokenizer: Annotated[PathText | None, OnlyWith("data.sources")] = None
     """Existing tokenizer.json; null = train a tokenizer on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
@@ -265,9 +262,8 @@ class ModelConfig(Section):
     """Hidden units per direction of a BiLSTM between the embedding and the head; 0 = a transformer. Of the
     other model settings, only vocab_size, hidden_size and dropout have an effect on a BiLSTM."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
-    """Data type of the residual stream; full = the precision of the parameters. bf16 halves the memory
-    traffic of norms and additions, rounds every sum, and needs `precision: bf16` (or auto, if that resolves
-    to bf16)."""
+    """Data type of the residual stream; full = the parameters' precision. bf16 halves the memory traffic of
+    norms and additions, rounds every sum, and needs `precision: bf16` (or auto, resolved to bf16)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -296,8 +292,8 @@ class ModelConfig(Section):
 
 class ObjectiveConfig(Section):
     name: Literal["mlm", "finetune", "distill"] = "mlm"
-    """Training objective. mlm = masked language modelling; finetune = labelled examples; distill = a
-    teacher's logits."""
+    """Training objective. mlm = masked language modelling; finetune = prediction of labels; distill =
+    prediction of a teacher's logits."""
     mask_rate: Annotated[float, OnlyWith("objective.name", "mlm")] = Field(0.25, gt=0, lt=1)
     """Share of positions to predict: exactly round(mask_rate x sequence_length) in every sequence."""
 
@@ -420,8 +416,7 @@ class OptimConfig(Section):
     )
     """Global batch for which lr was tuned; lr_scaling needs it."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """sqrt (for Adam, LAMB, Muon) = multiply lr by sqrt(global_size / lr_batch); linear = by the ratio
-    itself."""
+    """sqrt (Adam, LAMB, Muon) = multiply lr by sqrt(global_size / lr_batch); linear = by the ratio itself."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -439,12 +434,12 @@ class OptimConfig(Section):
         try:
             return check(value)
         except ValidationError:
-            raise ValueError("expected a number above 0, or auto (the untuned LAMB rule)") from None
+            raise ValueError("expected a number above 0, or auto (LAMB's untuned rule)") from None
 
     @model_validator(mode="after")
     def _rate_rules(self) -> Self:
         if self.lr == "auto" and self.name != "lamb":
-            raise ValueError(f"lr: auto is the untuned LAMB rule; set a number for {self.name}")
+            raise ValueError(f"lr: auto is LAMB's untuned rule; set a number for {self.name}")
         if self.lr == "auto" and self.lr_scaling != "none":
             raise ValueError(
                 f"lr_scaling: {self.lr_scaling} conflicts with lr: auto, which already scales with the batch"
@@ -463,7 +458,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
-    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (first bucket of torch: 1)."""
+    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25, but 1 for DDP's first."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
     """ddp: data type of reduced gradients; full = parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
@@ -538,8 +533,7 @@ class Config(Section):
     parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """auto = bf16 if every rank's device has bf16 matrix products (GPUs since Ampere, CPUs with avx512_bf16
-    or amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. A resumed run keeps its
-    precision."""
+    or amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. Resuming keeps the precision."""
     compile: Annotated[Literal["auto", "on", "off"], FREE_ON_RESUME] = "auto"
     """Use torch.compile; auto = only on GPUs."""
     checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
@@ -610,7 +604,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss; with distill.loss: mse, of its part against the teacher."""
+        """Return the unit of the training loss or, for distill.loss: mse, of its part against the teacher."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 
@@ -623,7 +617,7 @@ class Config(Section):
 def all_settings(
     section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
-    """Yield the dotted path, the field and the marks of each setting; sections add their marks."""
+    """Yield the dotted path, the field and the marks of each setting, with the marks of its sections."""
     for name, field in section.model_fields.items():
         marks = (*above, *field.metadata)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

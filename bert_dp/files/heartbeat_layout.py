@@ -21,11 +21,11 @@ class Heartbeat:
     """Completed units of work: micro batches in this step, or evaluation batches in this phase. On a GPU,
     queued units count even if they are not computed yet."""
     progress: int = 0
-    """Incremented with every phase and every unit of work."""
+    """Counter of phases and units of work."""
     progress_ns: int = 0
     """CLOCK_MONOTONIC at the last increment of `progress`."""
     alive: int = 0
-    """Incremented about once per second while the process is scheduled and releases its interpreter lock."""
+    """Counter of seconds, roughly, in which the process ran and released its interpreter lock."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:

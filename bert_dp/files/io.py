@@ -33,18 +33,17 @@ def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # the previous owner removed this file, so that it no longer is the lock
+        file.close()  # the previous owner removed this file; another process may have locked a new one
 
 
 STALE_S = 45.0  # seconds for a file from another node to appear; file systems may cache a directory for 30 s
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
-    """Wait up to STALE_S for another node's file. Return True once `is_current(path)` is true, else False. An
-    OSError counts as an absent file."""
+    """Wait up to STALE_S for another node's file. Return True if `is_current(path)` becomes true in time."""
     end = time.monotonic() + STALE_S
     while True:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the file is absent or stale
             if is_current(path):
                 return True
         if time.monotonic() >= end:
@@ -127,8 +126,7 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot. A pid may be reused; the pair of pid and
-    start time is unique. Raises OSError."""
+    """Return a process's start in clock ticks since boot; reused pids have another start. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -54,8 +54,7 @@ class Tail:
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """Return the lines since the last call, and True if the file was replaced. Return ([], False) if the
-        file cannot be read."""
+        """Return the new lines, and True if the file was replaced; ([], False) if the file is unreadable."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -83,7 +82,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text or its parts atomically, through a temporary file in the same directory."""
+    """Write a text, or its parts in order, atomically through a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

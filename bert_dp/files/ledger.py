@@ -40,9 +40,8 @@ class EnergyCounter(NamedTuple):
 
 
 def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
-    """Return the energy counters of `gpus` (NVML indices) or, if there are none, of all CPU packages in
-    `root`. Return [] if a counter is missing or unreadable; on most machines, only root can read CPU
-    counters."""
+    """Return the energy counters of `gpus` (NVML indices) or, without GPUs, of all CPU packages in `root`.
+    Return [] if a counter is missing or unreadable; on most machines, only root can read CPU counters."""
     try:
         counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
         for counter in counters:

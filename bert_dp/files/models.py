@@ -27,10 +27,9 @@ FailureKind = Literal[
     "no_cause",
     "error",
 ]
-"""Causes of a failure, in this order: unusable configuration or file; too little device or host memory; full
-or broken disk; non-finite gradients; earlier failure of another rank; no progress; rank killed by a signal;
-node that does not respond; stop signal before the next checkpoint; exit without a recorded cause; any other
-exception."""
+"""Causes of a failure, in this order: bad configuration or file; lack of device or host memory; full or
+broken disk; non-finite gradients; earlier failure of another rank; no progress; rank killed by a signal; node
+without response; stop signal before the next checkpoint; exit without a recorded cause; other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
 """stopped = by a signal, after a checkpoint was saved."""
@@ -175,8 +174,8 @@ class Restart(StoredModel):
 
 
 class HeldOut(StoredModel):
-    """Results of an evaluation; null if its task does not measure them. Lines of evals.jsonl have these keys
-    and step, tokens and elapsed_s."""
+    """Results of an evaluation; a result is null if the task does not measure it. Lines of evals.jsonl have
+    these keys and step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean over `masked_tokens` or `examples`, in `loss_unit`."""
@@ -273,8 +272,7 @@ class Summary(StoredFile):
     straggler: Straggler | None = None
     """Set if the ratio over the whole run is above STRAGGLER_RATIO."""
     time_s: dict[str, float] = {}
-    """Seconds of rank 0: setup, compile, train, data_wait, forward_backward, optimizer, eval, save
-    (stall)."""
+    """Rank 0's seconds: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     spent: Spent | None = None
     """Dollars, kWh and CO2 of all starts, as recorded by the launcher."""
     command_s: FiniteOrNone = None
@@ -290,9 +288,9 @@ class Summary(StoredFile):
     failed_writes: int | None = None
     """Number of failed writes of logs and records on all ranks; the lines are missing."""
     noise_scale: NoiseScale | None = None
-    """null = log.noise_scale is false."""
+    """null unless log.noise_scale is true."""
     profiled_steps: list[int] | None = None
-    """First and last step recorded by torch.profiler, which slows them down. Rates include these steps."""
+    """First and last step recorded by torch.profiler, which slows steps down. Rates include these steps."""
     restarts: list[Restart] = []
     schema_version: int = 1
 

@@ -30,8 +30,8 @@ def module_command(module: str, *options: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes. They identify the process with which children exit,
-    and exclude modules in the current directory, also in the children of other launchers."""
+    """Return environment variables for child processes. They identify the process whose exit ends children,
+    and exclude modules in the current directory, even in the children of torchrun and other launchers."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
@@ -43,7 +43,7 @@ def launcher_marks() -> list[str]:
 
 
 def describe_exit_code(code: int, suffix: str) -> str:
-    """Describe an exit code; -N = killed by signal N. `suffix`: words after a code that is not a signal."""
+    """Describe an exit code; -N = killed by signal N. `suffix`: words after any other code."""
     if code >= 0:
         return f"exited with code {code} {suffix}".rstrip()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
@@ -52,9 +52,9 @@ def describe_exit_code(code: int, suffix: str) -> str:
 
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
-    """Kill child processes and remove `scratch` if this process is killed inside the block. Ranks exit
-    without this unless they are stopped (SIGSTOP) or block the interpreter lock. The reaper is a small
-    process that waits until its standard input closes."""
+    """Kill child processes and remove `scratch` if this process is killed inside the block. Ranks also
+    exit without the reaper unless they are stopped (SIGSTOP) or block the interpreter lock. The reaper is a
+    small process that waits until its standard input closes."""
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
@@ -90,7 +90,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for "done" on standard input. If it closes before, kill marked processes and remove `scratch`."""
+    """Wait for "done" on standard input; if it closes first, kill marked processes and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

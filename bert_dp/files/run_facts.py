@@ -65,14 +65,13 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or
-    KeyError."""
+    """Read the SHA-256 of the weights in a checkpoint's manifest. Raises OSError, ValueError, KeyError."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     return str(manifest["files"]["model.safetensors"]["sha256"])
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """Return the path of a checkpoint's tokenizer.json, or else of its run's. Raises ConfigError."""
+    """Return the path of tokenizer.json in a checkpoint, or else in its run. Raises ConfigError."""
     places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
     for place in places:
         if place.is_file():
@@ -82,8 +81,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the path and state.json of `directory` if it is a checkpoint, else of the newest checkpoint in
-    it. The hashes are not verified."""
+    """Return the checkpoint `directory`, else the newest checkpoint in it, with its unverified state.json."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -107,7 +105,7 @@ class Exported(StoredFile):
     format: ExportFormat
     kind: Kind
     architecture: str | None = None
-    """transformers architecture; null for other formats than hf."""
+    """transformers architecture; null unless the format is hf."""
     precision: ExportPrecision = "fp32"
     run: str
     """Name of the run's directory."""
@@ -124,7 +122,7 @@ class Exported(StoredFile):
     pad: Count
     """Id of the padding token."""
     inputs: tuple[str, ...] = INPUTS
-    """Names of the model's inputs, in order; each input is [batch, length]."""
+    """Names of the model's inputs, in order; each has the shape [batch, length]."""
     finetune: FinetuneConfig | None = None
     """Kind, labels and pooling of a classifier."""
     files: dict[str, Sha256] = Field(default_factory=dict)
