@@ -119,8 +119,8 @@ def train(
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
     options = {"nproc": nproc, "launcher": launcher, "run_dir": directory, "resume": os.fspath(resume)}
     named = [] if config is None else [config]
-    words = _words("train", named, settings, **options, allow_code=allow_code)
-    return _train(words, directory, quiet, on_log)
+    arguments = _arguments("train", named, settings, **options, allow_code=allow_code)
+    return _train(arguments, directory, quiet, on_log)
 
 
 def finetune(
@@ -136,8 +136,8 @@ def finetune(
     finetune`, such as `task` and `data`, or `train`, `dev` and `label`. See `train` for the other arguments.
     `results["scores"]` has keys "split/metric". With `seeds`, the runs are in subdirectories."""
     directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
-    words = _words("finetune", [run], settings, **options, run_dir=directory)
-    return _train(words, directory, quiet, on_log)
+    arguments = _arguments("finetune", [run], settings, **options, run_dir=directory)
+    return _train(arguments, directory, quiet, on_log)
 
 
 def evaluate(
@@ -152,13 +152,13 @@ def evaluate(
     """Measure the held-out loss of a run on `texts`, or compare several runs. Without `texts`, score a run on
     GLUE and write the results to the directory `out`. `options`: options of `bert-dp eval mlm` or of `bert-dp
     eval glue`, such as `data`. Raises ConfigError and RuntimeError."""
-    first, *_ = named = _several(run)
+    first, *_ = named = _path_list(run)
     verb, place = "eval mlm", _absolute(first)
     if not texts:
         verb, place = "eval glue", _directory(out, "eval", Path(first).name)
         options["out"] = place
-    words = _words(verb, [*named, *_several(texts)], settings, **options, json=True)
-    return Result(place, json.loads(_answer(words, quiet)))
+    arguments = _arguments(verb, [*named, *_path_list(texts)], settings, **options, json=True)
+    return Result(place, json.loads(_run_verb(arguments, quiet)))
 
 
 def predict(
@@ -181,7 +181,7 @@ def predict(
             lines = (json.dumps(dict(zip(names, pair, strict=True))) for pair in pairs)
             file.write_text("".join(f"{line}\n" for line in lines))
             options |= {name: name for name in names}
-        _answer(_words("predict", [run, file], **options, out=out), quiet)
+        _run_verb(_arguments("predict", [run, file], **options, out=out), quiet)
         return Result(_absolute(run), [json.loads(line) for line in out.read_text().splitlines()])
 
 
@@ -190,7 +190,7 @@ def export(
 ) -> Result:
     """Export a run to the new directory `out`; `results` contains its export.json. `options`: options of
     `bert-dp export FORMAT`. Raises ConfigError and RuntimeError."""
-    _answer(_words(f"export {format}", [run], **options, out=out), quiet)
+    _run_verb(_arguments(f"export {format}", [run], **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / EXPORTED))
 
 
@@ -200,14 +200,14 @@ def build_data(
     """Build token shards from the texts in `sources`, and write them to the directory `out`; `results`
     contains the manifest. `settings`: data.build settings by full name. `options`: options of `bert-dp data
     build`. Raises ConfigError and RuntimeError."""
-    _answer(_words("data build", _several(sources), settings, **options, out=out), quiet)
+    _run_verb(_arguments("data build", _path_list(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 
 
 def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
     """Return a flat record for each run in a directory, newest run first, with the run's settings by name;
     `pandas.DataFrame` accepts the list. Raises ConfigError."""
-    rows: list[dict[str, Any]] = json.loads(_answer(_words("runs", [directory], json=True), True))
+    rows: list[dict[str, Any]] = json.loads(_run_verb(_arguments("runs", [directory], json=True), True))
     return rows
 
 
@@ -263,24 +263,24 @@ def _directory(given: PathLike | None, folder: str, name: str) -> Path:
     return _absolute(Path(folder) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given)
 
 
-def _several(paths: Paths) -> list[str]:
+def _path_list(paths: Paths) -> list[str]:
     return [os.fspath(each) for each in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
 
 
-def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
+def _arguments(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
     """Return the arguments of a verb. None and False omit an option; True adds it without a value."""
-    words = verb.split()
+    arguments = verb.split()
     for name, value in {**options, "set": [*overrides(settings or {})]}.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             if each is not None and each is not False:
-                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
-    return [*words, "--", *(os.fspath(name) for name in names)]
+                arguments += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
+    return [*arguments, "--", *(os.fspath(name) for name in names)]
 
 
-def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
+def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
     """Run a training verb, and return its run in `directory`. Raises the same exceptions as `train`."""
     before = _summary(directory)
-    ended = _follow(words, quiet=quiet, poll=on_log and _follower(directory, on_log))
+    ended = _follow(arguments, quiet=quiet, poll=on_log and _follower(directory, on_log))
     if ended.interrupted and ended.code != 1:
         raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} resumes the run")
     run = _read(directory)
@@ -291,9 +291,9 @@ def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None)
     raise TrainingFailed(failure or _printed_failure(ended), run)
 
 
-def _answer(words: list[str], quiet: bool) -> str:
+def _run_verb(arguments: list[str], quiet: bool) -> str:
     """Return the output of any other verb. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
-    ended = _follow(words, quiet=quiet)
+    ended = _follow(arguments, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
     if ended.code:
@@ -340,21 +340,21 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
     """Run a verb, print its messages and return its output. Raises ConfigError if the exit code is 2."""
     printed: list[str] = []
     interrupted = False
-    answers = arguments[0] not in ("train", "finetune")
+    has_output = arguments[0] not in ("train", "finetune")
     with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch)):
         issues, output = Path(scratch) / "issues.json", Path(scratch) / "output"
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*module_command("launcher"), *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=file if answers else subprocess.PIPE,
-                stderr=subprocess.PIPE if answers else subprocess.STDOUT,
+                stdout=file if has_output else subprocess.PIPE,
+                stderr=subprocess.PIPE if has_output else subprocess.STDOUT,
                 text=True,
                 errors="replace",
                 env={**os.environ, **NO_TERMINAL, **child_environment(), ISSUES_FILE: str(issues)},
                 start_new_session=True,  # an interrupt reaches only this process, which forwards it
             )
-        stream: IO[str] | None = process.stderr if answers else process.stdout
+        stream: IO[str] | None = process.stderr if has_output else process.stdout
         assert stream is not None
         try:
             while process.returncode is None:

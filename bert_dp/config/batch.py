@@ -8,7 +8,7 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# LAMB's rule for batch sizes from 512 to 32,768 (arXiv 1904.00962, table 2)
+# learning rate of the untuned LAMB rule for batch sizes from 512 to 32,768 (arXiv 1904.00962, table 2)
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
 

@@ -1,5 +1,5 @@
-"""Find settings that conflict, have no effect, or differ from those of a saved run. Also choose the precision
-and the transformers class, read CPU features, and check the steps to profile."""
+"""Find settings that conflict, have no effect, or differ from a saved run. Also choose the precision and the
+transformers class, read CPU features, and check the steps to profile."""
 
 import contextlib
 import dataclasses

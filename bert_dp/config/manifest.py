@@ -215,7 +215,7 @@ def beyond(token: int, vocab_size: int) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """Read manifest.json. Check its format, version, hash and content, the tokenizer's hash, and the size of
-    every shard, but no token. Raises ConfigError with the file and the expected and actual values."""
+    every shard, but not its tokens. Raises ConfigError with the file and the expected and actual values."""
     manifest = read_hashed(directory, Manifest)
     issues = []
     expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]

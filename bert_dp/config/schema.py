@@ -154,7 +154,7 @@ class RunConfig(Section):
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness (power of the building / power of the machines), a factor of all kWh."""
+    """Power usage effectiveness: power of the building / power of the machines. All kWh include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -172,7 +172,7 @@ class BuildConfig(Section):
         "wordpiece"
     )
     """Kind of tokenizer to train. byte_bpe has a token for every byte and thus no unknown tokens: use it for
-    text in any language, together with normalize: false and max_tokens_per_char: 0."""
+    text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
     """Drop documents with at least this many tokens per character; 0 = keep all documents; null = 0.25 +
     0.017 x + 0.0038 x^2 with x = log2(32768 / vocab_size), which is the recipe's 0.25 for 32,768 tokens."""
@@ -180,7 +180,7 @@ class BuildConfig(Section):
     """exact = keep one of several documents with the same tokens; near = also drop near duplicates, found by
     MinHash LSH (extra `dedup`)."""
     near_threshold: Annotated[float, OnlyWith("data.build.dedup", "near")] = Field(0.8, gt=0, le=1)
-    """Jaccard similarity above which dedup: near drops the later of two documents."""
+    """Jaccard similarity above which `dedup: near` drops the later of two documents."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of documents reserved for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
@@ -197,7 +197,7 @@ class DataConfig(Section):
     path: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Directory of shards built by `bert-dp data build`."""
     sources: Annotated[tuple[PathText, ...] | None, OneOrMore, FREE_ON_RESUME] = None
-    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation). The built shards are cached."""
+    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation). Shards are built once and cached."""
     tokenizer: Annotated[PathText | None, OnlyWith("data.sources")] = None
     """Existing tokenizer.json; null = train a tokenizer on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
@@ -416,7 +416,7 @@ class OptimConfig(Section):
     )
     """Global batch for which lr was tuned; lr_scaling needs it."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """sqrt (Adam, LAMB, Muon) = multiply lr by sqrt(global_size / lr_batch); linear = by the ratio itself."""
+    """sqrt = multiply lr by sqrt(global_size / lr_batch), for Adam, LAMB and Muon; linear = by the ratio."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -430,7 +430,7 @@ class OptimConfig(Section):
     @field_validator("lr", mode="wrap")
     @classmethod
     def _one_reason(cls, value: object, check: Callable[[object], Any]) -> Any:
-        """Replace pydantic's two errors, for a number and for auto, by one."""
+        """Replace pydantic's two errors, for a number and for auto, by one error."""
         try:
             return check(value)
         except ValidationError:
@@ -458,7 +458,7 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
-    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25, but 1 for DDP's first."""
+    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (DDP's first bucket: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
     """ddp: data type of reduced gradients; full = parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
@@ -466,7 +466,7 @@ class ParallelConfig(Section):
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
     """fsdp: number of replicas of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
-    """deepspeed: ZeRO stage; 0 = no shards, 1 = optimizer state, 2 = also gradients, 3 = also parameters."""
+    """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
     """Save only the input of each block and recompute the block in the backward pass. This needs less memory
     and a third more compute."""
@@ -474,14 +474,14 @@ class ParallelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = not by steps. A run also saves at its end and on a signal."""
+    """Optimizer steps between checkpoints; 0 = not by steps. A run also saves when it ends or is stopped."""
     every_minutes: Annotated[float, duration(60), OnlyWith("checkpoint.keep")] = Field(
         10.0, ge=0, le=MAX_SECONDS / 60
     )
     """Minutes between checkpoints; 0 = not by time. The interval increases if saving would stall training for
     over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
-    """Number of newest checkpoints to keep; 0 = write none, so that the run cannot resume."""
+    """Number of newest checkpoints to keep; 0 = write none; the run then cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
     """Action if a checkpoint cannot be saved: continue training until the next checkpoint, or stop the run as
     failed. A run that cannot save its first or last state always fails."""

@@ -25,7 +25,7 @@ class Heartbeat:
     progress_ns: int = 0
     """CLOCK_MONOTONIC at the last increment of `progress`."""
     alive: int = 0
-    """Counter of seconds, roughly, in which the process ran and released its interpreter lock."""
+    """Counter that grows about once per second while the process runs and releases the interpreter lock."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:

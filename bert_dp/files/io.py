@@ -1,5 +1,5 @@
-"""Lock files; remove secrets and control characters from text; define the environment variables that the
-launcher sets for workers; and handle signals, the cache and the umask. Torch-free."""
+"""Acquire file locks, remove secrets and control characters from text, define the environment variables that
+the launcher sets for workers, and handle signals, the cache and the umask. Torch-free."""
 
 import contextlib
 import fcntl
@@ -43,7 +43,7 @@ def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
     """Wait up to STALE_S for another node's file. Return True if `is_current(path)` becomes true in time."""
     end = time.monotonic() + STALE_S
     while True:
-        with contextlib.suppress(OSError):  # the file is absent or stale
+        with contextlib.suppress(OSError):  # after an error, look again
             if is_current(path):
                 return True
         if time.monotonic() >= end:
@@ -126,7 +126,7 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start in clock ticks since boot; reused pids have another start. Raises OSError."""
+    """Return a process's start time in clock ticks, which differs if a pid is reused. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -128,7 +128,7 @@ def _whole_number(text: str) -> int:
 
 
 def finite(value: Any) -> Any:
-    """Return JSON values with null instead of each non-finite number."""
+    """Return JSON values in which null replaces every non-finite number."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

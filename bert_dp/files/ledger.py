@@ -233,8 +233,8 @@ class Ledger:
 
 
 class Spending:
-    """Spent share of a budget in dollars or kWh. The share reaches 1 when only a reserve is left: the cost of
-    `end_s`, to save and close the run, and of `evaluation_s`, which the training loop updates."""
+    """Share of a budget in dollars or kWh that is spent. The share reaches 1 when only a reserve is left: the
+    cost of `end_s`, to save and close the run, and of `evaluation_s`, which the training loop updates."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s
@@ -242,7 +242,7 @@ class Spending:
         self._ledger, self._read_s = LedgerFile(), -math.inf
 
     def share(self, at_s: float) -> float:
-        """Return the share at `at_s` of time.monotonic(). Raises OSError if the ledger lacks the unit."""
+        """Return the share at the monotonic time `at_s`. Raises OSError if the ledger lacks the unit."""
         if at_s - self._read_s >= EVERY_S:
             with contextlib.suppress(ConfigError):  # keep the last ledger if the file server does not answer
                 self._ledger, self._read_s = read_ledger(self._run_dir), at_s

@@ -28,11 +28,11 @@ FailureKind = Literal[
     "error",
 ]
 """Causes of a failure, in this order: bad configuration or file; lack of device or host memory; full or
-broken disk; non-finite gradients; earlier failure of another rank; no progress; rank killed by a signal; node
-without response; stop signal before the next checkpoint; exit without a recorded cause; other exception."""
+broken disk; non-finite gradients; earlier failure of another rank; no progress; rank killed by a signal;
+unresponsive node; stop signal before the next checkpoint; exit without a recorded cause; other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
-"""stopped = by a signal, after a checkpoint was saved."""
+"""stopped = stopped by a signal, after a checkpoint was saved."""
 OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -88,8 +88,8 @@ class RunMemory(StoredModel):
 
 
 class Failure(StoredFile):
-    """Reason why a run failed. The rank writes it to logs/rank-N.error.json; the launcher adds fields and
-    writes it to `failure` in summary.json."""
+    """Reason for the failure of a run. The rank writes it to logs/rank-N.error.json; the launcher adds fields
+    and writes it to `failure` in summary.json."""
 
     kind: FailureKind = "error"
     message: str
@@ -107,7 +107,7 @@ class Failure(StoredFile):
     source: str | None = None
     """Source code of the line `where`, with the name of the function."""
     issues: list[dict[str, Any]] = []
-    """Fields of each `Issue` of bad input."""
+    """Fields of each `Issue` if the input was bad."""
     agreed: bool = False
     """All ranks stopped the run together by the same rule; a restart would stop in the same way."""
     # added by the launcher

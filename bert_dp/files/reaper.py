@@ -24,13 +24,13 @@ from pathlib import Path
 
 
 def module_command(module: str, *options: str) -> list[str]:
-    """Return the start of a command line that runs a module. -P excludes the current directory, in which
+    """Return the first arguments of a command that runs a module. -P excludes the current directory, in which
     `python -m` would search for modules first. `options`: options of Python."""
     return [sys.executable, "-P", *options, "-m", module]
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes. They identify the process whose exit ends children,
+    """Return environment variables for child processes. They identify the process whose exit ends them,
     and exclude modules in the current directory, even in the children of torchrun and other launchers."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
