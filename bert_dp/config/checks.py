@@ -186,7 +186,7 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
         if name not in given or value_at(config, path) == field.default:
             continue
         rules = [mark for mark in marks if isinstance(mark, OnlyWith)]
-        idle = [(r.setting, value) for r in rules if not r.holds(value := value_at(config, r.setting))]
+        idle = [(r.setting, value) for r in rules if not r.applies(value := value_at(config, r.setting))]
         if section in choices:
             chooser, choice, read, table = choices[section]
             if name not in read and any(name in row.settings for row in table.values()):

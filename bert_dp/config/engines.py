@@ -33,7 +33,7 @@ class EngineFacts:
     refused_precisions: tuple[str, ...] = ()
     noise_scale: bool = False
     """The engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
-    meets_in_forward: bool = False
+    waits_in_forward: bool = False
     """Ranks wait for each other during forward and backward, so a rank's own compute time is unknown."""
     master_copy: bool = False
     """The owner of an optimizer shard keeps a separate copy of its weights (ZeRO stages 1 and 2)."""
@@ -64,7 +64,7 @@ ENGINES: dict[str, EngineFacts] = {
         settings=("fsdp_replicas",),
         tensor=True,
         whole_tensors=False,
-        meets_in_forward=True,
+        waits_in_forward=True,
         whole_gradients=True,
     ),
     "accelerate": EngineFacts(settings=("bucket_mib",), package="accelerate"),
@@ -75,7 +75,7 @@ ENGINES: dict[str, EngineFacts] = {
         whole_tensors=False,
         flattens=True,
         refused_precisions=("fp64", "fp16"),
-        meets_in_forward=True,
+        waits_in_forward=True,
         master_copy=True,
         package="deepspeed",
     ),
@@ -105,7 +105,7 @@ def benchmark_names() -> tuple[str, ...]:
 
 def computes_alone(engine: str, tensor: int) -> bool:
     """Return True if a rank's time before the first reduction excludes waiting for other ranks."""
-    return tensor == 1 and not engine_facts(engine).meets_in_forward
+    return tensor == 1 and not engine_facts(engine).waits_in_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Read a Config from YAML files and overrides (`a.b=value`), and report every problem at once.
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
-override `optim.lr=2e-3`, the run uses 2e-3. In two groups (the budgets of `schedule`; `data.path` and
-`data.sources`), a setting replaces those of lower levels; two settings of a group at one level are an error.
+override `optim.lr=2e-3`, the run uses 2e-3. Two groups are exclusive (the budgets of `schedule`; `data.path`
+and `data.sources`): a setting replaces its group at lower levels, and two at one level are an error.
 """
 
 import difflib

@@ -54,7 +54,7 @@ class OnlyWith:
     def __init__(self, setting: str, *values: object):
         self.setting, self.values = setting, values
 
-    def holds(self, value: object) -> bool:
+    def applies(self, value: object) -> bool:
         """Return True if the marked setting has an effect with this value of `setting`."""
         return value in self.values if self.values else bool(value)
 
