@@ -36,7 +36,7 @@ EXIT_WAIT_S = 60.0  # maximum wait for the exit of a killed process, which a fil
 def run_process() -> None:
     """Run one rank as this process; exit with its code."""
     code = main(standalone=files.LAUNCHER_PID not in os.environ)
-    if code:  # peers may have exited: skip the shutdown of the process group
+    if code:  # skip the shutdown of the process group, because peers may have exited
         sys.stdout.flush()
         os._exit(code)
 

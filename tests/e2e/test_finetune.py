@@ -110,7 +110,7 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
     bare = shutil.copytree(run_dir, tmp_path / "bare")
     for path in bare.rglob("tokenizer.json"):
         path.unlink()
-    told = f"copy the tokenizer.json of its shards to {bare / 'tokenizer.json'}"
+    told = f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"
     write_two_tasks(tmp_path / "glue")
     for arguments in (
         ("finetune", str(bare), *OWN),

@@ -289,4 +289,4 @@ def test_what_cannot_be_loaded_is_named(run_dir: Path, tmp_path: Path) -> None:
     assert "not a tokenizer.json" in issues_of(bert_dp.load, run_dir)[0]
     (run_dir / "tokenizer.json").unlink()
     (line,) = issues_of(bert_dp.load, run_dir)
-    assert line.endswith(f"copy the tokenizer.json of its shards to {run_dir / 'tokenizer.json'}")
+    assert line.endswith(f"copy the tokenizer.json of the run's shards to {run_dir / 'tokenizer.json'}")
