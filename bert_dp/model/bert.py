@@ -3,7 +3,8 @@
 Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary, P predicted
 positions of the whole micro batch. Parameter names and shapes are those of ModernBERT (transformers), so a
 rope variant can be exported without our code. Source of the architecture: arXiv 2212.14034 and github
-JonasGeiping/cramming, `arch=crammed-bert`.
+JonasGeiping/cramming, `arch=crammed-bert`. To add a variant of a block, add its value to `ModelConfig`
+(config/schema.py) and its parameters and FLOPs to cost.py.
 """
 
 import math

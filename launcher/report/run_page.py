@@ -390,14 +390,15 @@ def _work(run: RunFiles) -> list[TableRow]:
 
 def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
-    over = f"summed over {_ranks(summary)}"
+    interval = "" if summary.time_s else "; in the last logged interval"  # rank 0 wrote no summary
+    over = f"summed over {_ranks(summary)}{interval}"
     rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
     each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
     micro = f"micro batches of all replicas, {each} per step"
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
-        ("optimizer steps", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}"),
+        ("optimizer steps", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}{interval}"),
         ("global steps", micro_rate, "global steps/s", micro),
         ("samples", summary.samples_per_s, "samples/s", over),
         ("tokens", summary.tokens_per_s, "tokens/s", over),
