@@ -126,8 +126,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id if the model has token
-    types."""
+    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id, if there are token types."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)

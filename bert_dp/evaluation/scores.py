@@ -41,7 +41,7 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: the majority label, or the majority value of each label, or the mean."""
+    """Score a constant prediction: the majority label, the majority value of each label, or the mean."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":

@@ -149,7 +149,7 @@ class HiddenWords(StoredModel):
     """Results for the prediction of whole words. All tokens of a word are hidden at once."""
 
     words: Count
-    """Number of hidden words, equal for every vocabulary, as sampling ignores tokens."""
+    """Number of hidden words, the same for every vocabulary, because sampling ignores tokens."""
     words_without_token: Count
     """Hidden words for which the tokenizer produces no token. Their bytes are included, with 0 bits."""
     bytes: Count

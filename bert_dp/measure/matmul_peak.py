@@ -49,7 +49,7 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use one thread per core of this process, and keep freed memory like a rank on a CPU."""
+    """Use one thread per core of this process, and keep freed memory, as a rank on a CPU does."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 

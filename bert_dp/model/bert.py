@@ -1,8 +1,8 @@
 """Define the crammed BERT as PyTorch modules that do not depend on ranks, files or optimizers.
 
 Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary, P predicted
-positions of the whole micro batch. Parameter names and shapes match ModernBERT, so that
-transformers can load exported models with rotary positions. Source of the architecture: arXiv 2212.14034 and
+positions of the whole micro batch. Parameter names and shapes match ModernBERT, so that transformers can
+load exported models with rotary positions. Source of the architecture: arXiv 2212.14034 and
 `arch=crammed-bert` in github.com/JonasGeiping/cramming.
 """
 
@@ -84,8 +84,8 @@ class TiedEmbedding:
         return F.cross_entropy(kernels.widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return [2, P]: the cross entropy, and 1 if the label has the greatest logit; both 0 if it is
-        IGNORE."""
+        """Return [2, P]: the cross entropy of each position, and 1 if its label has the greatest logit, else
+        0. Both are 0 if the label is IGNORE."""
         wide_PV = kernels.widened(logits_PV)
         loss_P = F.cross_entropy(wide_PV, labels_P, ignore_index=IGNORE, reduction="none")
         label_logit_P = wide_PV.gather(1, labels_P.clamp(min=0)[:, None])[:, 0]
@@ -282,8 +282,8 @@ class Encoder(nn.Module):
         types_BS: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, H]. `x_BSH`: token embeddings. `real_BS`: False for padding; None =
-        no padding. `seed_B`: an int32 key per example, for dropout in training. `types_BS`: token types; None
-        = 0."""
+        no padding. `seed_B`: an int32 key per example, for dropout in training. `types_BS`: token types,
+        default 0."""
         return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B, types_BS))
 
     def residual_stream(
@@ -293,17 +293,15 @@ class Encoder(nn.Module):
         if not self.has_dropout:
             seed_B = None
         x_BSH = self.embeddings(x_BSH, seed_B, types_BS)
-        global_mask = None if real_BS is None else real_BS[:, None, None, :]
-        local_mask = self._local_mask(x_BSH, global_mask) if any(self.is_local) else None
+        padding = None if real_BS is None else real_BS[:, None, None, :]
+        local = self._local_mask(x_BSH, padding) if any(self.is_local) else None
         # a separate key per layer, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if seed_B is not None:
             site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
             keys = kernels.fold_in(seed_B, site_L1).unbind()
         for layer, is_local, layer_key_B in zip(self.layers, self.is_local, keys, strict=True):
-            rotary_2SD, seen = (
-                (self.local_rotary_2SD, local_mask) if is_local else (self.rotary_2SD, global_mask)
-            )
+            rotary_2SD, seen = (self.local_rotary_2SD, local) if is_local else (self.rotary_2SD, padding)
             x_BSH = layer(x_BSH, rotary_2SD, seen, layer_key_B)
         return x_BSH
 
