@@ -68,7 +68,7 @@ def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.in
     loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
         message = f"{checkpoint} is not a masked language model"
-        raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use pos or none")])
+        raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use --replace pos or none")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, special = loaded.model.to(device), tokens.special_ids(loaded.tokenizer, str(checkpoint))
     ordinary = slice(tokens.first_ordinary(loaded.tokenizer, special), tokens.size(loaded.tokenizer))

@@ -112,7 +112,7 @@ def hide_words(
     starts_W, ends_W = spans_W2.T
     drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(EVAL_MASK_RATE * 2.0**64))
     begin_T, end_T = np.array(offsets, np.int64).reshape(-1, 2).T
-    first_T = np.searchsorted(ends_W, begin_T, side="right")  # words first_T to last_T - 1 overlap a token
+    first_T = np.searchsorted(ends_W, begin_T, side="right")  # words first_T to last_T - 1 overlap the token
     last_T = np.maximum(np.searchsorted(starts_W, end_T, side="left"), first_T)
     drawn_before_W = np.concatenate([[0], np.cumsum(drawn_W)])
     has_token_W = np.zeros(len(spans_W2) + 1, np.int64)

@@ -1,5 +1,5 @@
-"""Compare an exported model with its run on the same batches. The exported model is computed in a process
-that cannot import bert-dp. Axes: B sequences, S positions, O outputs per position or per sequence."""
+"""Compare an exported model with its run on the same batches. The exported model runs in a process that
+cannot import bert-dp. Axes: B sequences, S positions, O outputs per position or per sequence."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
-    """Open the run that was exported: `run`, or a run of the exported name in the current folder, next to
+    """Open the run that was exported: `run`, or a run with the exported name in the current folder, next to
     the directory, or in `runs` in either folder. Raise ConfigError if no run has the exported weights."""
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
@@ -152,7 +152,7 @@ def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
 
 
 def reference(source: ExportSource, *inputs: NDArray[Any]) -> NDArray[Any]:
-    """Compute the outputs of the run's model for a batch, in fp32."""
+    """Return the outputs of the run's model for a batch, in fp32."""
     with torch.inference_mode():
         outputs = source.module()(*map(torch.from_numpy, inputs))
     return outputs[0].numpy()
@@ -161,8 +161,8 @@ def reference(source: ExportSource, *inputs: NDArray[Any]) -> NDArray[Any]:
 def compute_in_subprocess(
     directory: Path, batches: Sequence[Inputs], python: str = sys.executable
 ) -> tuple[list[NDArray[Any]], dict[str, Any]]:
-    """Compute the batches with the exported model in a separate process. Return the outputs, and the fields
-    of ExportCheck that the process reports."""
+    """Run the exported model on the batches, in a separate process. Return the outputs, and the fields of
+    ExportCheck that the process reports."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         arrays: dict[str, NDArray[Any]] = {}

@@ -2,8 +2,8 @@
 
 ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so the norm is
 applied to every row of the exported embedding table, and the decoder keeps the original table. RoBERTa and
-RobertaPreLayerNorm count positions from pad_token_id + 1. These two and BERT have biases everywhere, which
-are zeros if bert-dp's model has none. Axes: those of bert_dp.model.bert.
+RobertaPreLayerNorm count positions from pad_token_id + 1. These two and BERT have a bias in every layer,
+which is zero if bert-dp's model has none. Axes: those of bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -136,8 +136,8 @@ def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
 
 
 def _module(state: Named, hf_name: str, own_name: str, *, biased: bool = False) -> Renamed:
-    """Yield weight and bias of a linear layer or a norm. `biased`: the class always has a bias, which is
-    zeros if bert-dp's model has none."""
+    """Yield the weight and bias of a linear layer or a norm. `biased`: the class always has a bias, which is
+    zero if bert-dp's model has none."""
     weight, bias = state[f"{own_name}.weight"], state.get(f"{own_name}.bias")
     yield f"{hf_name}.weight", weight
     if bias is None and biased:
@@ -147,7 +147,7 @@ def _module(state: Named, hf_name: str, own_name: str, *, biased: bool = False) 
 
 
 def _projections(state: Named, attention: str, names: Mapping[str, str], *, biased: bool = False) -> Renamed:
-    """Yield query, key and value of the fused projection. The bias of the key, if any, is zero."""
+    """Yield the query, key and value of the fused projection. The bias of the key, if any, is zero."""
     weight_3HH = state[f"{attention}.Wqkv.weight"]
     zeros_H = weight_3HH.new_zeros(weight_3HH.shape[1])
     has_bias = f"{attention}.q_bias" in state
@@ -231,7 +231,7 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
             dense, last = "bert.pooler.dense", "classifier"
         yield from _module(state, dense, "head.dense")
         yield from _module(state, last, "head.classifier")
-    else:  # an untrained pooler: zeros, as transformers would initialise it at random
+    else:  # zeros for the untrained pooler, because transformers would initialise it at random
         yield "pooler.dense.weight", zeros_1H.new_zeros(hidden, hidden)
         yield "pooler.dense.bias", zeros_1H.new_zeros(hidden)
 

@@ -69,7 +69,7 @@ def open_hf(directory: Path, kind: str) -> Compute:
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
     """Return the model, the names of its parameters that the file does not contain in the right shape, and
     the names of parameters that only the file contains."""
-    for name in ("torchao", "torch.utils._pytree"):  # imported by transformers if installed
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if installed
         logging.getLogger(name).setLevel(logging.ERROR)  # these log every CUDA library that cannot be loaded
     import transformers
 
@@ -100,7 +100,7 @@ def compute_hf(model: Any, kind: str) -> Compute:
 
 
 def open_onnx(directory: Path, kind: str) -> Compute:
-    """Load the model with ONNX Runtime on the CPU. The function computes only what its output requires."""
+    """Load the model with ONNX Runtime on the CPU. Nodes that the output does not need are skipped."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -155,7 +155,7 @@ def reload(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Comput
 
 
 def main(directory: Path, inputs: Path, out: Path) -> int:
-    """Compute the batches in `inputs`. Return the exit code: UNUSABLE if the directory cannot be loaded."""
+    """Run the model on the batches in `inputs`. Return the exit code: UNUSABLE if loading fails, else 0."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # blocks these imports
     # torch logs that it cannot import the handlers that bert-dp registers

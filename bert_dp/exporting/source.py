@@ -1,7 +1,7 @@
 """Write the directories of `bert-dp export`. A directory appears only when it is complete.
 
 An exported model maps token ids and a padding mask to outputs, for any batch size and any length up to the
-run's. Its files contain weights for a class of transformers, or a graph for ONNX Runtime or AOTInductor.
+run's sequence length. It consists of weights for transformers, or of a graph for ONNX Runtime or AOTInductor.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class ExportSource(LoadedCheckpoint):
         return (*INPUTS, TYPES) if self.config.model.takes_types else INPUTS
 
     def module(self) -> ExportModule:
-        """Build the module to trace, compile and compare."""
+        """Build the module that is traced, compiled and compared."""
         return ExportModule(self.model, self.kind).eval()
 
     def example(self) -> tuple[Tensor, ...]:
@@ -237,7 +237,7 @@ def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
 
 @silenced()
 def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> None:
-    """Write FOLDER/model.pt2, compiled for CPUs of the same kind as this one and any number of threads."""
+    """Write FOLDER/model.pt2, compiled for this machine's kind of CPU and for any number of threads."""
     program = trace(source, bf16=bf16)
     settings = {
         "cpp.dynamic_threads": True,
@@ -293,7 +293,7 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield names and values that describe the training, and the evaluation at the exported step."""
+    """Yield names and values that describe the training and the evaluation at the exported step."""
     run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):

@@ -32,7 +32,7 @@ def _measure(
     seconds: float,
     interface: str = "lo",
 ) -> None:
-    """Measure all-reduces of each size in bytes for about `seconds`, as one rank. Rank 0 prints the results.
+    """Time all-reduces of each size (in bytes) for about `seconds`, as one rank. Rank 0 prints the results.
     `store`: path of a file for ranks on one node, or a store for two nodes."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -92,7 +92,8 @@ def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
 
 
 def pair(rank: int, host: str, port: int, interface: str, bound: int | None = None) -> None:
-    """Measure all-reduces as one of two nodes. `bound`: bound socket of the store, only on rank 0."""
+    """Time all-reduces as one of two ranks on two nodes. `bound`: bound socket of the store, only on rank
+    0."""
     is_master = bound is not None
     store = dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=bound)
     backend, num_bytes = ("nccl", 64 * 2**20) if torch.cuda.is_available() else ("gloo", 4 * 2**20)

@@ -32,7 +32,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def sinusoidal_table(length: int, hidden: int) -> Tensor:
-    """Return the float64 table [S, H]: sine in even columns, cosine in odd ones (arXiv 1706.03762, 3.5)."""
+    """Return a float64 table [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762, 3.5)."""
     angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
         torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
     )
@@ -40,7 +40,7 @@ def sinusoidal_table(length: int, hidden: int) -> Tensor:
 
 
 def rotary_table(length: int, head_size: int, theta: float) -> Tensor:
-    """Return the float64 table [2, S, D]: cosine, then sine, in the rotate-half layout (arXiv 2104.09864)."""
+    """Return a float64 table [2, S, D]: cosines, then sines, in rotate-half layout (arXiv 2104.09864)."""
     frequency_D2 = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle_SD = (torch.arange(length, dtype=torch.float64)[:, None] * frequency_D2).repeat(1, 2)
     return torch.stack([angle_SD.cos(), angle_SD.sin()])
@@ -317,7 +317,7 @@ class Encoder(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """Token prediction: dense, GELU and norm if configured, then the tied decoder and the loss. A
+    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. A
     `final_norm` is applied first, to the predicted positions only and in the same compiled graph."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):

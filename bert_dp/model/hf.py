@@ -43,7 +43,7 @@ NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias"
 def bert_names(model: ModelConfig, family: str, prefix: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
     """Yield (name in transformers, name in bert-dp) of each table, norm and linear layer of BERT, RoBERTa or
     RobertaPreLayerNorm, except query, key and value. Names have no ".weight" or ".bias". `prefix`: prefix of
-    the encoder's names in transformers. `has_head`: include the head for tokens, without its decoder."""
+    the encoder in transformers. `has_head`: include the token-prediction head, without its decoder."""
     for hf_name, own_name in IN_EMBEDDINGS.items():
         yield f"{prefix}embeddings.{hf_name}", f"model.embeddings.{own_name}"
     for i in range(model.num_layers):

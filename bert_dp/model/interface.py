@@ -22,7 +22,7 @@ class Model(nn.Module):
         return None
 
     def is_decayed(self, name: str) -> bool:
-        """Return whether weight decay applies to a parameter: to all except biases and norms."""
+        """Return whether weight decay applies to a parameter. It does not apply to biases and norms."""
         return "bias" not in name and "norm" not in name
 
     def is_matrix(self, name: str) -> bool:

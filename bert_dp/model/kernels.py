@@ -35,7 +35,7 @@ def takes_gpu_kernel(x: Tensor) -> bool:
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N]. Needed because inductor itself calls oneDNN only for constant weights."""
+    """Return a @ b.T, [M, N], with oneDNN, which inductor itself calls only for constant weights."""
     return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N], by the faster library for this device and dtype. Callers handle gradients."""
+    """Return a @ b.T, [M, N], by the faster library for this device and dtype. Callers compute gradients."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
@@ -100,15 +100,15 @@ def add_row_gradients(
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add row by row, fastest on a CPU. On a GPU, one warp would process a row's positions serially."""
+    """Add row by row, which is fastest on a CPU. On a GPU, one warp would process each row serially."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add with the backward kernel of nn.Embedding, which sums the positions of a row in parallel, and 16-bit
-    gradients in fp32. Foreign positions get the index of an added padding row, which the kernel skips."""
+    """Add with the backward kernel of nn.Embedding, which sums the positions of a row in parallel, in fp32
+    for 16-bit gradients. Foreign positions get the index of an added padding row, which the kernel skips."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)

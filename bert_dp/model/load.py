@@ -112,14 +112,14 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. Dynamo skips torch's frames and all that they
-    call, so this function must be outside torch. As a method of the block, it lets one graph serve all."""
+    """Run a block, and recompute it in the backward pass. Dynamo skips torch's frames and all that they call,
+    so this function must be outside torch. As a method of the block, it lets all blocks share a graph."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
     """Compile the parts of the model in place, which keeps the parameter names."""
-    # if this is on, Dynamo splits every graph at DDP's buckets, which DDP's hooks do not require
+    # if enabled, Dynamo splits every graph at DDP's buckets, which DDP's hooks do not require
     torch._dynamo.config.optimize_ddp = False
     # finetuning needs one graph per length, with and without padding, in training and in evaluation, for the
     # first block if it differs from the others, and for global and local attention

@@ -121,7 +121,7 @@ class Task(Protocol):
         """Return the SUM of the loss over a micro batch's targets, as a scalar on the device of `batch`."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Return the number of targets in `count` samples. It must be the same on every rank."""
+        """Compute the number of targets in `count` samples without building them, equal on every rank."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None

@@ -34,7 +34,7 @@ class LabelledBatch(TensorBatch):
     ids_BS: Tensor
     real_BS: Tensor | None
     labels: Tensor | None
-    """[B] int64 classes, [B] float32 scores, or [B, L] independent labels; None = no labels."""
+    """Classes [B] (int64), scores [B] (float32) or independent labels [B, L]; None = no labels."""
     seed_B: Tensor
     types_BS: Tensor | None
     """Token types; None for a model without token types."""
@@ -43,7 +43,7 @@ class LabelledBatch(TensorBatch):
 
     @property
     def types(self) -> dict[str, Tensor]:
-        """Return the keyword argument for a model with token types, nothing for other models."""
+        """Return the keyword arguments for token types, empty for a model without token types."""
         return {} if self.types_BS is None else {"types_BS": self.types_BS}
 
 
@@ -196,7 +196,7 @@ class Finetuning:
     def _batch(
         self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], seed_B: Tensor
     ) -> LabelledBatch:
-        """Return a batch of examples, padded to the longest one rounded up to LENGTH_MULTIPLE."""
+        """Return a batch, padded to its longest example and then to a multiple of LENGTH_MULTIPLE."""
         special, length_B = self._manifest.special_tokens, examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)

@@ -159,7 +159,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
 
     The step's loss in metrics.jsonl is the sum of the cross entropies divided by the sum of P.
 
-    With a batch ramp, the number of samples before the step is read from metrics.jsonl or, if that has no
+    With a batch ramp, the number of samples before the step is read from metrics.jsonl or, if it has no
     line for the step, computed from the budget in steps or tokens. Raise ConfigError if the run has no masked
     batches of real data, or has no such step.
     """
@@ -189,14 +189,14 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
 
 
 def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
-    """Return the number of samples before a step, and the global batch of the step. Raise ConfigError."""
+    """Return the number of samples before a step, and its global batch. Raise ConfigError if unknown."""
     batch, samples = config.batch, (step - 1) * config.batch.global_size
     if batch.ramp_fraction > 0:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
         if (unit := config.schedule.unit) in CLOCKED:
-            message = f"{step} has no line in metrics.jsonl, but the batch ramp follows a budget in {unit}"
+            message = f"{step} has no line in metrics.jsonl, which a batch ramp over a budget in {unit} needs"
             hint = "choose a logged step"
             raise ConfigError([Issue("step", "not_found", message, step, f"schedule.{unit}", hint)])
         samples = 0
