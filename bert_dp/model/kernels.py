@@ -108,7 +108,7 @@ def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
     """Add with the backward kernel of nn.Embedding, which sums the positions of a row in parallel, in fp32
-    for 16-bit gradients. Foreign positions get the index of an added padding row, which the kernel skips."""
+    for 16-bit gradients. Positions in `foreign_BS` use an added padding row, which the kernel skips."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)

@@ -133,9 +133,9 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
-    those of `model`, except that run.init_from provides the tensors selected by `Model.is_pretrained`, and
-    the optimizer state if run.init_keeps is `moments`. Collective. Raise ConfigError if they do not fit."""
+    """Return the initial canonical state of a run, on the host, and a record of its source. The weights come
+    from `model`, except that run.init_from provides the tensors selected by `Model.is_pretrained`, and the
+    optimizer state if run.init_keeps is `moments`. Collective. Raise ConfigError if they do not fit."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:
