@@ -157,6 +157,6 @@ class KeyedDropout(nn.Module):
         if not self.training or not self.p:
             return x
         if key is None:
-            raise ValueError("dropout needs a key for each example, from which it derives random numbers")
+            raise ValueError("dropout needs a key per example, from which it derives random numbers")
         out = dropped(fold_in(key, self.site), x.shape[-2], x.shape[-1], self.p)
         return (x / (1 - self.p)).masked_fill(out, 0.0)
