@@ -1,4 +1,4 @@
-"""Define the rules of `tune lr` (edge, ladder of rates, runs, choice) and the models of its tune.json."""
+"""Define how `tune lr` finds the divergence edge, the rates, the runs and the best rate; models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
