@@ -391,7 +391,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate. If the rate is scaled, lr_batch becomes the global batch."""
+    """Return the user's configuration with this rate; if it is scaled, lr_batch becomes the global batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

@@ -1,4 +1,4 @@
-"""Define how `tune lr` finds the divergence edge, the rates, the runs and the best rate; models of tune.json."""
+"""Define the search rules of `tune lr` (divergence edge, rates, runs, choice), and the models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 

@@ -1,4 +1,4 @@
-"""Define how `tune batch` finds sizes, memory, rounds and the best size; models of its tune.json."""
+"""Define the search rules of `tune batch` (sizes, memory, rounds, choice), and the models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
