@@ -21,7 +21,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FLAGS = """--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-sync
     --disable-extensions --disable-background-networking --disable-component-update --disable-dev-shm-usage
     --remote-debugging-pipe""".split()
-# moves the pipe to descriptors 3 and 4; a shell script could not, because it may lack descriptors above 9
+# program that moves the pipe to descriptors 3 and 4; a shell may not support descriptors above 9
 BECOME = """import fcntl, os, sys
 ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
 os.dup2(ends[0], 3)
@@ -54,7 +54,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """A browser with one tab. `errors` lists console errors, crashes and network requests since `open`."""
+    """A browser with one tab. `errors` lists errors, warnings, crashes and network requests since `open`."""
 
     def __init__(self, program: str, patience_s: float = 60):
         self.patience_s, self.errors, self._number, self._buffer = patience_s, [], 0, b""

@@ -13,9 +13,9 @@ from tests.browser import Browser, find
 from tests.shards import write_shards
 
 LONG = ("e2e", "faults", "nodes", "parity")  # packages whose tests start ranks
-LAST = ("e2e", "faults")  # run last because a long test file that came last would run alone
+LAST = ("e2e", "faults")  # run last, because the longest test files are in other packages
 
-os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # has bert-dp
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # for bert-dp
 # waiting OpenMP threads sleep: a spinning thread takes the core from the thread that it waits for, which made
 # a step of one rank on two busy cores 14 times as long
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,7 +29,7 @@ settings.load_profile("no timing decides a test")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start ranks slow unless marked quick; `make test` and `make test-long` are disjoint."""
+    """Mark tests that start ranks as slow unless quick, so `make test` and `make test-long` are disjoint."""
     for item in items:
         if package_of(item) in LONG and not item.get_closest_marker("quick"):
             item.add_marker("slow")

@@ -1,4 +1,4 @@
-"""Make the files of `bert-dp scale` from which a scaling prediction starts, and such predictions."""
+"""Make the files of `bert-dp scale` that a scaling prediction reads, and predictions from them."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 
 def source(name: str = "it", **changes: Any) -> PlanSource:
-    """Return `measured` as the source of a prediction."""
+    """Return the scaling.json of `measured` as the source of a prediction."""
     return source_of(results.parse(measured(**changes), Scaling, name), name)
 
 

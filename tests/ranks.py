@@ -52,7 +52,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> None:
 class OneOf(HostCollectives):
     """Collectives of one rank of `size`, without the other ranks.
 
-    `gather` makes the values of all ranks of its own. Rank 0 broadcasts `said` or what this rank does.
+    `gather` maps this rank's values to those of all ranks. `broadcast` returns `said` unless it is None.
     """
 
     def __init__(

@@ -42,7 +42,6 @@ def describe_values(path: str, field: FieldInfo) -> str:
 
 
 def type_name(annotation: object) -> str:
-    """Describe a type in words."""
     parts = get_args(annotation)
     if annotation in TYPES:
         return TYPES[annotation]

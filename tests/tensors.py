@@ -36,7 +36,7 @@ def with_moments(
 
 
 def randomise(model: nn.Module, spread: float, seed: int) -> None:
-    """Set random weights, also of norms and biases, that are so large that every term affects the output."""
+    """Set all weights, including norms and biases, to random values, so that every term affects outputs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def largest_relative_error(actual: Tensors, expected: Tensors) -> float:
 
 
 def assert_near(actual: Tensors, expected: Tensors, tolerance: float, at: Any = "") -> None:
-    """Check the relative error of each tensor. An expected tensor of zeros is refused: it tests nothing."""
+    """Check the relative error of each tensor. An expected tensor of zeros fails, as it tests nothing."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.norm() > 0, f"{name}: the check is empty"

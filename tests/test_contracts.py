@@ -99,7 +99,7 @@ ONE_SHOT = {
     "launcher.evaluate.export": ("bert_dp.exporting", "bert_dp.measure"),
     "launcher.evaluate.text_loss": ("bert_dp.data", "bert_dp.evaluation", "bert_dp.measure"),
 }
-"""Module of verbs that work in the launcher's process -> packages that functions import, with torch."""
+"""Module of verbs that work in the launcher's process -> packages that its functions may import."""
 
 
 def test_the_launcher_imports_only_shared_packages_of_bert_dp() -> None:
@@ -130,11 +130,11 @@ FORBIDDEN = {
     "bert_dp.training.loop": "training.build model.bert model.classifier data.build tasks.mlm",
 }
 """Package -> packages that it must not import, in bert_dp unless another package is named. Lower packages
-do not import the loop; model, data and optim do not import ranks; engines import no model or data."""
+do not import the loop; model, data and optim import no ranks; engines import no model or data."""
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_a_package_does_not_import_those_above_it(package: str) -> None:
+def test_a_package_does_not_import_higher_packages(package: str) -> None:
     packages = ("bert_dp", "launcher", "typer")
     above = [word if word in packages else f"bert_dp.{word}" for word in FORBIDDEN[package].split()]
 

@@ -24,7 +24,7 @@ class WrappedTask:
 
 
 class PoisonedTask(WrappedTask):
-    """Task whose losses of the steps in `bad_steps` are NaN and infinity alternately on this rank."""
+    """Task whose losses in the steps of `bad_steps` alternate between NaN and infinity on this rank."""
 
     def __init__(self, config: Config, device: torch.device, bad_steps: range):
         super().__init__(config, device)

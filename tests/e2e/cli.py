@@ -90,7 +90,7 @@ def bert_dp(
 
 
 def here(*arguments: str, cwd: Path | None = None, **environ: str) -> Done:
-    """Run a command that starts no rank in this process, ten times as fast as `bert_dp` does."""
+    """Run a command that starts no rank in this process, which is ten times as fast as `bert_dp`."""
     output, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["bert-dp", *arguments]),
@@ -133,7 +133,7 @@ def start(
 
 
 def train_command(shards: Path, run_dir: Path, *settings: str, nproc: int = 2) -> list[str]:
-    """Return the command that trains the shrunk quickstart. A string of `settings` may hold several."""
+    """Return the command that trains the shrunk quickstart. Each string may list several settings."""
     items = " ".join(settings).split()
     return ["train", "quickstart", *tiny(shards, *items), "--nproc", str(nproc), "--run-dir", str(run_dir)]
 
@@ -148,7 +148,7 @@ def train(
     timeout: float = 180,
     **environ: str,
 ) -> Done:
-    """Train to the end and check the exit code (None: any)."""
+    """Run `bert-dp train` to its end and check the exit code (None: any)."""
     command_line = (*train_command(shards, run_dir, *settings, nproc=nproc), *options)
     return bert_dp(*command_line, code=code, timeout=timeout, **environ)
 
@@ -156,11 +156,11 @@ def train(
 def begin(
     shards: Path, run_dir: Path, *settings: str, nproc: int = 2, options: tuple[str, ...] = (), **environ: str
 ) -> subprocess.Popen[str]:
-    """Start to train and return the launcher's process."""
+    """Start `bert-dp train` and return its process."""
     return start(*train_command(shards, run_dir, *settings, nproc=nproc), *options, **environ)
 
 
-def go_on(
+def resume_run(
     run_dir: Path, *settings: str, nproc: int = 1, options: tuple[str, ...] = (), code: int | None = 0
 ) -> Done:
     """Resume the run of this directory without naming its configuration."""

@@ -10,7 +10,7 @@ from bert_dp.config import read_manifest
 from tests.e2e.cli import TINY, accepted, bert_dp
 from tests.helpers import read_json
 
-LANGUAGES = (  # separator of words, and words; the first and the fifth word give the label
+LANGUAGES = (  # word separator and words; the first and the fifth word determine the label
     (" ", "мир жизнь время человек дом год работа слово дело страна".split()),
     ("", "世界 生活 时间 人们 房子 一年 工作 词语 事情 国家".split()),
 )
@@ -20,7 +20,7 @@ SIZES = ("data.sequence_length=32", "model.vocab_size=400", "model.num_layers=1"
 MODEL = ("objective.mask_rate=0.15", *SIZES)
 
 
-def test_russian_and_chinese_text_goes_through_every_verb(tmp_path: Path) -> None:
+def test_russian_and_chinese_text_works_from_the_build_to_the_exports(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
     draw = random.Random(0)

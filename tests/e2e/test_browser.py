@@ -24,7 +24,7 @@ def hostile(text: str) -> str:
 
 
 def hostile_scaling(path: Path) -> Report:
-    """Make the scaling page with hostile strings, except in fixed labels of axes and reference lines."""
+    """Make the scaling page with hostile strings, except in the fixed labels of axes and reference lines."""
     return with_strings(MAKERS["scaling"](path), hostile, but=(Axis, ReferenceLine))
 
 
@@ -126,7 +126,7 @@ def test_a_printed_page_is_sound(browser: Browser, pages: dict[str, Path], name:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_page_is_noticed(
+def test_a_broken_page_is_detected(
     browser: Browser, pages: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.html"

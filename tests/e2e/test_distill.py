@@ -51,7 +51,7 @@ def distilled(folder: Path, name: str, *arguments: str) -> str:
 
 
 def test_a_bilstm_trains_on_two_ranks_and_the_documented_commands_run(folder: Path) -> None:
-    """The transfer set has masks and words that the pretrained run draws."""
+    """The transfer set contains masks and words drawn by the pretrained run."""
     errors = distilled(folder, "lstm", "runs/teacher", *OWN, *DRAWN)
     assert "transfer set: " in errors
     assert "warning: the student is larger than the teacher" in errors

@@ -39,7 +39,7 @@ def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": line}) + "\n" for line in reversed(LINES)))
     shown = accepted("eval", "mlm", str(run_dir), "a.jsonl", "--text-key", "body", cwd=tmp_path)
     assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown
-    assert f"{found.predicted.tokens:,} tokens" in shown  # only the order of the documents differs
+    assert f"{found.predicted.tokens:,} tokens" in shown  # although the documents are in reverse order
 
 
 @pytest.mark.quick

@@ -48,8 +48,8 @@ def export(form: str, run: Path, out: Path, *options: str) -> Path:
 
 
 def check(directory: Path, run: Path) -> ExportCheck:
-    said = accepted("export", "check", str(directory), "--json", "--run", str(run))
-    return ExportCheck.model_validate_json(said)
+    output = accepted("export", "check", str(directory), "--json", "--run", str(run))
+    return ExportCheck.model_validate_json(output)
 
 
 def assert_proven(found: ExportCheck, tolerance: float) -> None:
@@ -187,14 +187,14 @@ def test_the_check_fails_for_a_different_model(runs: Path, tmp_path: Path) -> No
 def test_an_impossible_export_is_refused(runs: Path, tmp_path: Path) -> None:
     write_files(tmp_path, {"full/a": ""})
     position = "model.position: scaled_sinusoidal"
-    for form, name, options, said in (
+    for form, name, options, message in (
         ("hf", "crammed", (), f"{position}, but no transformers class has it with model.norm: layernorm"),
         ("hf", "recipe-labels", ("--encoder",), position),
         ("hf", "nowhere", (), "does not exist"),
         ("aoti", "rope", ("--int8",), "--int8"),
     ):
         errors = refused("export", form, str(runs / name), "--out", str(tmp_path / "out"), *options)
-        assert said in errors
+        assert message in errors
         assert errors.count("\n") == 1
     assert "--out: " in refused("export", "hf", str(runs / "rope"), "--out", str(tmp_path / "full"))
     assert [path.name for path in tmp_path.iterdir()] == ["full"], "a refused export left a file"
@@ -238,7 +238,7 @@ def test_missing_packages_are_named(runs: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.quick
 def test_a_directory_with_a_missing_or_damaged_file_is_refused(tmp_path: Path) -> None:
-    for number, (file, begin, said) in enumerate(
+    for number, (file, begin, message) in enumerate(
         (
             ("export.json", "torn", "export.json: "),
             ("export.json", '{"schema_version": 2, ', "schema_version: "),
@@ -255,7 +255,7 @@ def test_a_directory_with_a_missing_or_damaged_file_is_refused(tmp_path: Path) -
             (folder / file).write_text(begin + about[1:])
         for verb in (("predict", str(folder), __file__), ("export", "check", str(folder))):
             errors = refused(*verb)
-            assert said in errors
+            assert message in errors
             assert errors.count("\n") == 1
 
 
@@ -301,11 +301,11 @@ def test_aotinductor_reproduces_the_outputs_in_python_and_cpp(runs: Path, tmp_pa
         assert done.returncode == 0, done.stdout + done.stderr
     ids = [4, 17, 6, 23, 5]
     words = ["build/runner", "out/model.pt2", *map(str, ids)]
-    said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     model, _ = load(runs / "crammed")
     with torch.inference_mode():
         best = model(torch.tensor([ids]), torch.arange(len(ids))).max(-1)
-    rows = [line.split() for line in said.splitlines()]
+    rows = [line.split() for line in output.splitlines()]
     assert [int(row[0]) for row in rows] == best.indices.tolist()
     assert [float(row[1]) for row in rows] == pytest.approx(best.values.tolist(), abs=1e-3)
 
@@ -322,8 +322,8 @@ def test_a_run_starts_from_an_export_as_from_the_run_itself(runs: Path, shards: 
         done = bert_dp("train", "quickstart", *settings, f"run.init_from={start}", *place, code=code)
         return done.stdout + done.stderr
 
-    said = train("foreign", f"hf:{out}", code=2)
-    assert f"data.tokenizer: the data use a different tokenizer than {out}" in said
+    output = train("foreign", f"hf:{out}", code=2)
+    assert f"data.tokenizer: the data use a different tokenizer than {out}" in output
     (out / "tokenizer.json").unlink()
     train("exported", f"hf:{out}")
     init_from = read_json(tmp_path / "exported/summary.json")["init_from"]

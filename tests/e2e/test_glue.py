@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained run with checkpoints at steps 0 and 3."""
+    """Return a pretrained run with checkpoints at steps 0 and 3."""
     folder = tmp_path_factory.mktemp("pretrained") / "tiny"
     write_run(folder, tiny_config(), step=0)
     return write_run(folder, tiny_config())

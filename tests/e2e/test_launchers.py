@@ -22,11 +22,11 @@ from launcher.run.starters import LAUNCHERS, launcher_problem
 from launcher.watch.failure import NO_CAUSE
 from tests.e2e.cli import (
     begin,
-    go_on,
     here,
     members,
     processes_of,
     refused,
+    resume_run,
     step_reached,
     train,
     wait_for,
@@ -183,7 +183,7 @@ def test_ranks_started_by_hand_stop_at_a_signal_and_name_a_failure(run_dir: Path
 
 
 def test_a_run_started_by_torchrun_equals_a_run_of_the_launcher(tmp_path: Path, shards: Path) -> None:
-    """The documented command writes the same numbers and files, and verbs accept the run."""
+    """The documented command writes the same numbers and files, and other verbs accept the run."""
     page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
     (command,) = re.findall(r"^torchrun (.*)$", page, re.MULTILINE)
     settings = "compile=off log.to=[tensorboard]"
@@ -207,7 +207,7 @@ def test_a_run_started_by_torchrun_equals_a_run_of_the_launcher(tmp_path: Path, 
     assert (api.read_run(run_dir).summary or Summary(status="failed")).world_size == 2
     sent = here("report", str(run_dir), "--log-to", "tensorboard")
     assert sent.returncode == 0, sent.stderr
-    go_on(run_dir, "schedule.steps=4", nproc=2)
+    resume_run(run_dir, "schedule.steps=4", nproc=2)
     assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
 
 

@@ -45,7 +45,7 @@ def words(run: str) -> list[str]:
 
 
 @pytest.mark.parametrize("run", ["lion", "byte"])
-def test_two_ranks_train_what_one_trains(place: Path, run: str) -> None:
+def test_two_ranks_train_the_model_of_one(place: Path, run: str) -> None:
     one, two = (api.read_run(place / f"{run}-{n}") for n in (1, 2))
     for name in ("loss", "grad_norm"):
         assert logged(one.directory, name) == pytest.approx(logged(two.directory, name), rel=1e-9)
@@ -145,7 +145,7 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused() -> None:
     check_steps(optimizer)
     optimizer.found_inf = torch.ones(())
     optimizer.grad_scale = torch.ones(())
-    optimizer.step()  # skipped
+    optimizer.step()  # skips the step
     assert not optimizer.state
     optimizer.found_inf = torch.zeros(())
     with pytest.raises(ConfigError, match=r"optim\.name"):

@@ -11,7 +11,7 @@ from tests.e2e.cli import TINY
 from tests.e2e.test_readme import ROOT
 from tests.helpers import read_json
 
-pytest.importorskip("hatchling", reason="builds the wheel without network")
+pytest.importorskip("hatchling", reason="hatchling builds the wheel")
 
 
 def pip(verb: str, *words: str) -> None:
@@ -31,7 +31,7 @@ def test_an_installed_wheel_trains_without_the_source_tree(wheel: Path, tmp_path
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
     (site,) = venv.glob("lib/python3*/site-packages")
-    # makes torch and other dependencies importable, but no editable bert-dp: .pth files there are not read
+    # makes torch and other dependencies importable but not an editable bert-dp: .pth files there are ignored
     (site / "dependencies.pth").write_text(
         "\n".join(path for path in sys.path if path.endswith("site-packages"))
     )

@@ -94,7 +94,7 @@ def test_a_run_trains_in_a_thread_and_its_model_is_loaded(
 
     again = bert_dp.train(run_dir=path, nproc=1, settings={"schedule": {"steps": 8}})
     assert [line["step"] for line in again.metrics] == list(range(1, 9))
-    assert run.metrics[-1]["step"] == 6, "a Run is not updated"
+    assert run.metrics[-1]["step"] == 6, "a Run must not change"
 
 
 OWN_LAUNCHER = """

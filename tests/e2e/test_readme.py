@@ -1,4 +1,4 @@
-"""Run every command of README.md and docs/ at tiny size, and check that what these pages name exists."""
+"""Run every command of README.md and docs/ at tiny size, and check that files and targets in them exist."""
 
 import re
 import shlex
@@ -73,17 +73,17 @@ def smaller(command: str, folder: Path) -> list[str]:
     words = [word for group in files for word in group]
     builds = words[0] in ("train", "scale", "tune") or words[:2] == ["data", "build"]
     if builds and "data.path=shards" not in words:
-        words += ["data.build.max_tokens_per_char=0"]  # a small vocabulary makes many tokens of a word
+        words += ["data.build.max_tokens_per_char=0"]  # a small vocabulary splits words into many tokens
     more = list(SMALLER.get(verb, []))
     if verb == "train":
-        steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4 steps: resumes
+        steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: resumes a run
         dry = any(word.startswith(DRY) for word in words)
         more += ["--set", f"schedule.steps={steps}", *["--dry-run"] * dry]
     return [*words, *more]
 
 
 def stand_in(arguments: list[str], folder: Path) -> None:
-    """Write the files that later commands read and that a dry run has not written."""
+    """Write the files that later commands read, because a dry run does not write them."""
     if arguments[0] == "scale":
         out = folder / arguments[arguments.index("--out") + 1]
         out.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Run the commands and code blocks of the recipe pages at tiny size, and check their configurations."""
+"""Run the commands and code blocks of the recipe pages at tiny size, and check the recipe configurations."""
 
 import re
 import shlex

@@ -76,7 +76,7 @@ def test_every_cell_has_the_requested_repeats(scaling: dict[str, Any], out: Path
 
 
 def steps_of_replicas(seconds: list[list[float]]) -> list[float]:
-    """Return the harmonic mean of the replicas' mean step times plus the first-order change by each step."""
+    """Return the harmonic mean of the replicas' mean step times plus the first-order change of each step."""
     means = np.mean(seconds, axis=1)
     job = len(means) / np.sum(1 / means)
     return list(job + (job**2 / len(means) / means**2) @ (np.array(seconds) - means[:, None]))
@@ -146,7 +146,7 @@ def test_cells_with_the_same_global_batch_have_the_same_loss(scaling: dict[str, 
 def test_links_and_profile_are_recorded(scaling: dict[str, Any]) -> None:
     (links,) = scaling["links"]
     assert (links["world_size"], links["backend"]) == (2, "gloo")
-    for point in links["points"]:  # because 2 (n - 1) / n = 1
+    for point in links["points"]:  # the bus bandwidth has the factor 2 (n - 1) / n = 1
         assert point["busbw_gb_s"] == pytest.approx(point["bytes"] / point["seconds"] / 1e9)
     profile = scaling["profile"]
     ready = [g["ready_s"] for g in profile["gradients"]]

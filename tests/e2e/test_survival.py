@@ -1,4 +1,4 @@
-"""Check that a run loses no data if it is stopped early, refused, repeated, logged, or loses its reader."""
+"""Check that no data are lost if a run is stopped early, refused, repeated or logged, or its reader ends."""
 
 import shutil
 import signal
@@ -9,11 +9,11 @@ import pytest
 
 from tests.e2e.cli import (
     begin,
-    go_on,
     is_alive,
     members,
     processes_of,
     refused,
+    resume_run,
     start,
     step_reached,
     tiny,
@@ -54,7 +54,7 @@ def test_a_refused_resume_changes_nothing(finished: Path, tmp_path: Path) -> Non
 
 def test_a_complete_run_is_shown_and_not_changed(finished: Path) -> None:
     before = files(finished)
-    again = go_on(finished)
+    again = resume_run(finished)
     assert "this run is complete" in again.stdout
     assert files(finished) == before
 
@@ -62,7 +62,7 @@ def test_a_complete_run_is_shown_and_not_changed(finished: Path) -> None:
 def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, run_dir: Path) -> None:
     shutil.copytree(finished, run_dir)
     early = run_dir / "checkpoints" / "step-00000002"
-    go_on(run_dir, "schedule.steps=3", "checkpoint.keep=1", options=("--resume", str(early)))
+    resume_run(run_dir, "schedule.steps=3", "checkpoint.keep=1", options=("--resume", str(early)))
     assert logged(run_dir, "step") == [1, 2, 3]
     kept = sorted(p.name for p in (run_dir / "checkpoints").iterdir() if ".abandoned-" not in p.name)
     assert kept == ["step-00000003"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bert_dp.config import dump_config, load_config
-from tests.e2e.cli import TINY, accepted, bert_dp, go_on, refused, tiny, train
+from tests.e2e.cli import TINY, accepted, bert_dp, refused, resume_run, tiny, train
 from tests.helpers import PRETRAINING, RECIPES, logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 from tests.shards import edited_manifest
@@ -65,7 +65,7 @@ def test_a_run_writes_all_its_files(first: tuple[Path, str]) -> None:
 @pytest.mark.quick
 def test_a_run_resumes_on_another_number_of_ranks(first: tuple[Path, str], tmp_path: Path) -> None:
     run_dir = shutil.copytree(first[0], tmp_path / "a run with spaces", symlinks=True)
-    more = go_on(run_dir, "schedule.steps=4")
+    more = resume_run(run_dir, "schedule.steps=4")
     assert "resuming from step-00000002" in more.stdout
     assert logged(run_dir, "step") == [1, 2, 3, 4]
     assert logged(run_dir, "world_size") == [2, 2, 1, 1]
@@ -83,7 +83,9 @@ def test_a_dry_run_converts_a_budget_in_epochs_to_tokens(shards: Path, tmp_path:
     assert "2.5 epochs of the data, which is not built yet" in output
 
 
-def test_weights_of_another_tokenizer_fail(first: tuple[Path, str], shards: Path, tmp_path: Path) -> None:
+def test_weights_of_another_tokenizer_are_refused(
+    first: tuple[Path, str], shards: Path, tmp_path: Path
+) -> None:
     foreign = shutil.copytree(shards, tmp_path / "foreign")
     (foreign / "tokenizer.json").write_text("{ }")
     with edited_manifest(foreign) as edited:
@@ -137,7 +139,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Pat
 @pytest.mark.quick
 def test_a_dry_run_prints_the_batch_equation_and_starts_nothing(tmp_path: Path) -> None:
     options = ["--set", "data.sources=[builtin]", "--nproc", "4", "--dry-run"]
-    output = accepted("train", "crammed-bert", *options, "--force", cwd=tmp_path)  # at any memory size
+    output = accepted("train", "crammed-bert", *options, "--force", cwd=tmp_path)  # with any memory size
     equation = "8192 = micro 128 x accumulation 16 x dp 4"
     for text in (equation, "119,589,889 parameters", "622.9 MFLOP", "GiB", "24 h"):
         assert text in output, text

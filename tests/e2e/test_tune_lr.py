@@ -57,7 +57,7 @@ def test_the_choice_follows_from_the_records_of_the_trials(tune: dict[str, Any],
         (line,) = read_lines(directory / "evals.jsonl")
         assert line["loss"] == trial["heldout_loss"]
         rates = logged(directory, "lr")
-        count = trial["tokens"] // STEP  # the schedule is the triangle of the trial's own budget
+        count = trial["tokens"] // STEP  # the schedule is a triangle over the trial's own budget
         factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
         assert rates == pytest.approx([trial["lr"] * factor for factor in factors])
         assert not list((directory / "checkpoints").glob("step-*"))
@@ -86,7 +86,7 @@ def test_the_tuned_configuration_repeats_its_trial(out: Path, tune: dict[str, An
     run, choice, affinity = tmp_path / "run", tune["choice"], os.sched_getaffinity(0)
     (best,) = (trial for trial in tune["rungs"][-1]["trials"] if trial["lr"] == choice["lr"])
     worker = read_json(out / "trials" / best["name"] / "environment.json")["worker"]
-    os.sched_setaffinity(0, sorted(affinity)[: worker["threads_per_rank"]])  # because threads change rounding
+    os.sched_setaffinity(0, sorted(affinity)[: worker["threads_per_rank"]])  # rounding depends on threads
     try:
         bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
     finally:

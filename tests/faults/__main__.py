@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
-    """Print, for each row, the number of tests and rounds, the outcomes, and the longest observed seconds."""
+    """Print, for each row, the number of tests and rounds, the outcomes, and the longest observed time."""
     print("row  tests  rounds  passed  skipped  failed  greatest, s")
     for row in sorted({result["row"] for result in results}):
         tests = [result for result in results if result["row"] == row]

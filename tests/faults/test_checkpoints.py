@@ -24,7 +24,7 @@ from bert_dp.cost import num_parameters
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from launcher import job
-from tests.e2e.cli import command, go_on, tiny, train
+from tests.e2e.cli import command, resume_run, tiny, train
 from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
 from tests.helpers import logged
@@ -106,7 +106,7 @@ def test_row_09_a_kill_at_a_random_moment_of_a_save_loses_only_that_save(tmp_pat
 
 
 def test_row_09_a_kill_before_a_change_of_the_disk_loses_at_most_one_save(tmp_path: Path, kill: Kill) -> None:
-    """Kill before each write, fsync, rename and removal of a save that also prunes, in the same folder."""
+    """Kill a save, which also prunes, before each of its writes, fsyncs, renames and removals."""
     kill(tmp_path, saves=2)
     loaded, event = 2, 0
     outcomes = set()
@@ -148,7 +148,7 @@ def test_row_09_and_10_a_run_resumes_from_the_checkpoint_before_a_killed_or_dama
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert left == {"step-00000006", "step-00000008"}
     damage(run_dir / "checkpoints" / "step-00000008" / "optimizer.safetensors", random.Random(0))
-    again = go_on(run_dir, "schedule.steps=10")
+    again = resume_run(run_dir, "schedule.steps=10")
     assert "checkpoint skipped" in again.stdout
     assert "step-00000008/optimizer.safetensors" in again.stdout
     assert "resuming from step-00000006" in again.stdout
@@ -242,7 +242,7 @@ EVERY_2 = "schedule.steps=4 checkpoint.every_steps=2"
         (EVERY_2, "io_error", 4, 2),  # the last save
     ],
 )
-def test_row_11_a_failed_save_that_ends_the_run(
+def test_row_11_a_failed_save_can_end_the_run(
     run_dir: Path, shards: Path, settings: str, what: str, lost: int, good: int | None
 ) -> None:
     done = train(shards, run_dir, settings, code=1, **broken(what, rank=0, place="save", step=lost - 1))

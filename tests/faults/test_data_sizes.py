@@ -72,7 +72,7 @@ def test_row_17_every_replica_gets_equally_many_batches(
 
 
 def test_row_17_runs_on_odd_split_sizes_complete(tmp_path: Path) -> None:
-    """Train on 1 to 4 ranks with splits of one sequence, less than a batch, and no multiple of a batch."""
+    """Train on 1 to 4 ranks. Splits are shorter than a batch, no multiple of one, or one sequence long."""
     sizes = [(1, 1), (5, 3), (13, 7)]
     for train, held_out in sizes[: len(rounds(2, 3))]:
         shards = write_shards(tmp_path / f"s-{train}", train=train, held_out=held_out)

@@ -58,7 +58,7 @@ def test_row_13_any_n_sees_the_same_samples(tmp_path: Path, shards: Path, before
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """Train one step from the same weights in every directory <precision>-<ranks>."""
+    """Train runs <precision>-<ranks> of one step from the same weights."""
     root = tmp_path_factory.mktemp("one-step")
     common = {"schedule": {"steps": 1}, "batch": {"global_size": 12, "micro_size": 1}, "optim": {"clip": 0.0}}
     for ranks in (1, 2, 3, 4):
@@ -72,7 +72,7 @@ def one_step(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-6), ("fp64", 1e-14)])
-def test_row_14_n_ranks_have_one_gradient(one_step: Path, ranks: int, precision: str, limit: float) -> None:
+def test_row_14_ranks_compute_one_gradient(one_step: Path, ranks: int, precision: str, limit: float) -> None:
     """AdamW's first moment after one step is (1 - beta1) x the gradient. The error is relative to all tensors
     together, because a gradient that nearly cancels has a large error relative to itself."""
     gradients = [

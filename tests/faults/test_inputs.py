@@ -28,10 +28,10 @@ from tests.e2e.cli import (
     accepted,
     begin,
     bert_dp,
-    go_on,
     here,
     members,
     refused,
+    resume_run,
     step_reached,
     tiny,
     train,
@@ -153,11 +153,11 @@ def test_row_22_a_checkpoint_with_a_pickle_or_odd_tensors_is_refused(
         save_file(change(load_file(path)), path)
     update_manifest(path)
     named = () if change else ("--resume", str(checkpoint))
-    done = go_on(run_dir, "schedule.steps=4", options=named, code=2)
+    done = resume_run(run_dir, "schedule.steps=4", options=named, code=2)
     assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     if file == "model.safetensors" and change is None:
-        assert "resuming" not in go_on(run_dir, "schedule.steps=4", code=None).stdout
+        assert "resuming" not in resume_run(run_dir, "schedule.steps=4", code=None).stdout
     assert not canary.exists()
 
 
@@ -353,7 +353,7 @@ def test_row_24_a_run_listens_on_loopback_only_and_resumes_after_a_stop(
     assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", signal.SIGTERM, 2)
     assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
     steps = summary["step"] + 2
-    go_on(run_dir, f"schedule.steps={steps}", nproc=2, options=options)
+    resume_run(run_dir, f"schedule.steps={steps}", nproc=2, options=options)
     assert logged(run_dir, "step") == list(range(1, steps + 1))
     assert read_json(run_dir / "summary.json")["status"] == "done"
     assert read_json(run_dir / "environment.json")["launcher"] == launcher

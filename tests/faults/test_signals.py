@@ -32,7 +32,7 @@ def scratch_of(process: psutil.Process) -> list[Path]:
     ("is_stopped", "full"), [pytest.param(False, 50, marks=pytest.mark.quick), (True, 10)]
 )
 def test_row_04_no_process_survives(tmp_path: Path, shards: Path, is_stopped: bool, full: int) -> None:
-    """No process survives, not even a stopped rank, which cannot notice the end of its launcher."""
+    """A stopped rank, which cannot notice the end of its launcher, and a waiting torchrun are also ended."""
     for number in rounds(1, full):
         run_dir = tmp_path / f"run-{number}"
         process = begin(shards, run_dir, *LOGGED)

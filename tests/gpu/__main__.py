@@ -127,7 +127,7 @@ def main() -> int:
 
 def run_parts(names: list[str], device: str, o: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # start_parts then ends its parts
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # makes start_parts end its parts
     deadline = time.monotonic() + o.total - (time.time() - o.began) - SPARE_S
     results = Results(
         o.out, "part", lambda line: line["ok"], code_of=("launcher", "bert_dp", "benchmarks", "tests")
@@ -205,7 +205,7 @@ def start(name: str, limit_s: float, o: argparse.Namespace) -> Running:
     if o.short or name in CHECKS:
         environ |= {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     if o.short:
-        environ["TORCH_COMPILE_DISABLE"] = "1"  # would take most of the time; tests/parity compiles
+        environ["TORCH_COMPILE_DISABLE"] = "1"  # compilation would take most of the time
     with (o.out / "logs" / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -280,7 +280,7 @@ def gpus() -> tuple[str, int]:
 
 
 def write_record(out: Path, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Write record.json and table.txt; print the table."""
+    """Write record.json and table.txt, and print the table."""
     environment = records.environment(**facts)
     files.write_json(out / "record.json", {"environment": environment, "parts": results})
     lines = list(table(results, f"{facts['devices']} x {facts['device']}"))

@@ -30,8 +30,8 @@ from tests.parity.runs import settings, state, train_run, train_runs, write_run
 from tests.shards import write_shards
 
 CLOCK_TOLERANCE = 0.05
-NARROW_TOLERANCE = 0.02  # nats, of 16-bit losses from fp32 losses over 30 steps
-COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, from eager losses
+NARROW_TOLERANCE = 0.02  # nats, between 16-bit and fp32 losses over 30 steps
+COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, between compiled and eager losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Found:
     """Result of a part."""
 
     facts: dict[str, Any]
-    """Values of the table and the record. `skipped` is the reason for which nothing was done."""
+    """Values of the table and the record. `skipped` is the reason why nothing was done."""
     problems: list[str]
 
 
@@ -214,7 +214,7 @@ def resume(place: Place) -> Found:
 
 
 def lookup(place: Place) -> Found:
-    """Compare the tied embedding's gradient with a dense product in fp64, with one id in most positions."""
+    """Compare the tied embedding's gradient with a dense product in fp64. One id fills half the positions."""
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(0, 50, (16, 32), generator=generator).masked_fill(
         torch.rand((16, 32), generator=generator) < 0.5, 6
@@ -278,7 +278,7 @@ def kernels(place: Place) -> Found:
 
 def timers(place: Place) -> Found:
     """Check that the phases of a step that the timers measure add up to its wall time."""
-    # synthetic, because the wait for data belongs to no phase, and so small a step ends before the next batch
+    # synthetic data, because the wait for data belongs to no phase and would be long beside a step this small
     with trainer_of(place, "data.synthetic=true") as trainer:
         steps(trainer, 3)
         clock = Timers(trainer.device)

@@ -95,7 +95,7 @@ READERS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
 
 @pytest.fixture(params=READERS)
 def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return each service, with its environment variables unset."""
+    """Return the name of each service, with its environment variables unset."""
     name = str(request.param)
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed; `make test-loggers` uses an environment with it")

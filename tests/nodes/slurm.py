@@ -41,7 +41,7 @@ PartitionName=high Nodes=node[1-2] PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> str:
-    """Return the reason why Slurm cannot run on this machine, or an empty string."""
+    """Return the reason why Slurm cannot run on this machine, or an empty string if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     return REASON or (f"not installed: {', '.join(absent)}" if absent else "")
 

@@ -1,4 +1,4 @@
-"""Faults of ranks, launchers, links and nodes: the named cause, the surviving nodes, and left processes."""
+"""Test faults of ranks, launchers, links and nodes: the named cause, restarts, and remaining processes."""
 
 import signal
 import subprocess
@@ -34,7 +34,7 @@ def refuses(cluster: Cluster, node: int, host: str, port: str) -> bool:
 def test_a_run_restarts_after_a_killed_rank_and_a_signal_on_one_node_stops_it(
     shards: Path, tmp_path: Path
 ) -> None:
-    """Ranks listen on the nodes' own addresses only, and a pause is reported as a hang."""
+    """Each round restarts from a verified checkpoint. Ranks listen on the nodes' own addresses only."""
     run_dir, number = tmp_path / "run", len(rounds())
     with Cluster() as cluster:
         started = cluster.train(shards, run_dir, LONG, options=("--max-restarts", str(number)))
@@ -71,7 +71,7 @@ def test_a_run_restarts_after_a_killed_rank_and_a_signal_on_one_node_stops_it(
 
 
 def test_a_signal_on_either_node_stops_both(shards: Path, tmp_path: Path) -> None:
-    """CI tests node 0 here and node 1 in the test above."""
+    """CI signals node 0 in this test and node 1 in the test above."""
     for k in rounds(short=1):
         with Cluster() as cluster:
             started = cluster.train(shards, tmp_path / "run", LONG)

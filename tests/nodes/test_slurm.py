@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 class Jobs:
-    """Submit trainings, slowed by a tenth of a second per step, as jobs."""
+    """Jobs of runs that are slowed by a tenth of a second per step."""
 
     def __init__(self, controller: Slurm, config: Path):
         self.slurm, self._config = controller, config
@@ -31,7 +31,7 @@ class Jobs:
         controller.environ |= {"OMP_NUM_THREADS": "1", "PATH": programs}
 
     def submit(self, name: str, *options: str, more: tuple[str, ...] = ()) -> tuple[str, Path]:
-        """Submit a training with `more` settings; return the number of the job and the run directory."""
+        """Submit a run with `more` settings; return the number of the job and the run directory."""
         run_dir = self.slurm.folder / name
         words = ["--parsable", f"--output={run_dir}.log", *options, str(SCRIPT), str(self._config), *more]
         return self.slurm.ask("sbatch", *words, RUN_DIR=str(run_dir)), run_dir

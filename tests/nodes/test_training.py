@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import go_on, train, write_config
+from tests.e2e.cli import resume_run, train, write_config
 from tests.e2e.test_launchers import with_site
 from tests.helpers import read_json
 from tests.nodes.harness import FULL, ROUNDS, Cluster, ended, needs_nodes, stale_views
@@ -53,7 +53,7 @@ def test_a_run_resumes_on_two_nodes_then_one_then_two(shards: Path, tmp_path: Pa
     with stale_views(tmp_path / "shared", *views), Cluster() as cluster:
         places = [view / "run" for view in views]
         ended(cluster.train(shards, places, f"{settings} schedule.steps=4"), 0)
-        go_on(tmp_path / "shared" / "run", "schedule.steps=8")
+        resume_run(tmp_path / "shared" / "run", "schedule.steps=8")
         outputs = ended(cluster.train(shards, places, f"{settings} schedule.steps=12"), 0)
         assert "resuming from step-00000008" in outputs[0]
         assert_equal(tmp_path / "one", tmp_path / "shared" / "run", 1e-5, 1e-4, step=12)
@@ -70,7 +70,7 @@ def test_torchrun_on_two_nodes_writes_a_complete_run(shards: Path, tmp_path: Pat
         start = [sys.executable, "-P", "-m", "torch.distributed.run"]
         start += [cluster.address(0) if word == "10.0.0.1" else word for word in words]
         at = start.index("--node-rank") + 1
-        environ = {"GLOO_SOCKET_IFNAME": "data"}  # because host names are not resolved
+        environ = {"GLOO_SOCKET_IFNAME": "data"}  # because host names cannot be resolved
         started = [cluster.start(k, *start[:at], str(k), *start[at + 1 :], **environ) for k in (0, 1)]
         outputs = ended(started, 0)
     assert "step 2 |" in outputs[0]

@@ -1,4 +1,4 @@
-"""Measure the growth of rounding differences between one rank and two ranks, or one rank with another order.
+"""Measure how rounding differences grow between one rank and two ranks, or one rank with larger batches.
 
 `python -m tests.parity.growth` prints a markdown table with the largest difference of a logged loss, in nats,
 from the start to each of STEPS.

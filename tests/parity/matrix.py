@@ -51,7 +51,7 @@ class Cell:
         return f"{name}-{self.precision}-acc{self.accumulation}{form}"
 
     def baseline(self) -> Cell:
-        """Return the cell of one process that this cell must equal; for one process in bf16, that is fp32."""
+        """Return the cell of one process that this cell must equal; in bf16, one process must equal fp32."""
         return dataclasses.replace(
             self,
             engine="single",
@@ -161,7 +161,7 @@ TOLERANCES = {
 
 
 def excuse(cell: Cell) -> str | None:
-    """Return why this cell cannot run (refused by the configuration, or a package is missing), or None."""
+    """Return the reason why this cell cannot run (refused, or a package is missing), or None."""
     if not installed(cell.engine):
         return f"skipped: {cell.engine.partition('-')[0]} is not installed"
     refused = cell.refusal()

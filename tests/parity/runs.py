@@ -58,7 +58,7 @@ def parallel(engine: str, **settings: Any) -> dict[str, Any]:
 
 
 def installed(*engines: str) -> list[str]:
-    """Return those of the engines whose package is installed."""
+    """Return the engines whose package is installed."""
     missing = {name for name in ("accelerate", "deepspeed") if importlib.util.find_spec(name) is None}
     return [engine for engine in engines if engine.partition("-")[0] not in missing]
 
@@ -141,7 +141,6 @@ def evals(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Return the loss of every logged step."""
     return logged(run_dir, "loss")
 
 

@@ -36,7 +36,7 @@ ALL: list[Cell] = [
     *((stage, 2, 1, "adamw") for stage in STAGES),
 ]
 ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
-CONTROL = ("all_reduce", 4)  # spent, elapsed time, stop signal, failure, one step ahead
+CONTROL = ("all_reduce", 4)  # budget spent, elapsed time, stop signal and failure, sent one step ahead
 
 
 def recorded() -> list[dict[str, Any]]:

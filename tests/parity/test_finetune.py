@@ -107,7 +107,9 @@ def test_n_ranks_finetune_the_model_of_one_rank(
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_fp32_agrees(name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path) -> None:
+def test_n_ranks_finetune_the_model_of_one_rank_in_fp32(
+    name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path
+) -> None:
     ranks, sections = CELLS[name]
     run = train_run(tmp_path, finetuning(examples, pretrained, precision="fp32", **sections), ranks)
     assert_same(run, one_narrow, loss=1e-5, weights=1e-5)

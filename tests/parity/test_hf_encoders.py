@@ -1,4 +1,4 @@
-"""Check that N ranks continue the pretraining of a transformers encoder like one rank, from its loss."""
+"""Check that N ranks continue pretraining a transformers encoder like one rank and start from its loss."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_train_what_one_trains(runs: Path, family: str, cell: str) -> None:
+def test_two_ranks_train_the_model_of_one(runs: Path, family: str, cell: str) -> None:
     one, many = runs / f"{family}-single", runs / f"{family}-{cell}"
     assert losses(many) == pytest.approx(losses(one), abs=1e-10)
     wanted, found = state(one, STEPS), state(many, STEPS)

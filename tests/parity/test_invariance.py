@@ -105,7 +105,7 @@ def test_the_ramp_raises_the_global_batch(runs: Path) -> None:
 
 @pytest.mark.parametrize("case", CLOCKED)
 def test_budgets_in_hours_and_dollars_end_by_the_clock_of_rank_0(runs: Path, case: str) -> None:
-    """The clocks of other ranks run 4, 7 and 10 times as fast, so that the run would be shorter by them."""
+    """The clocks of other ranks run 4, 7 and 10 times as fast, so a run that used them would be shorter."""
     lengths = {size: metrics(runs / case / str(size))[-1]["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
 
@@ -135,7 +135,7 @@ def test_the_last_line_has_full_progress(runs: Path, case: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_resumed_budget_in_hours_includes_earlier_hours(runs: Path, tmp_path: Path, size: int) -> None:
-    """Resumed from the checkpoint of the 1-rank run, the first step has the saved progress."""
+    """The first step after resuming from the 1-rank checkpoint has the saved progress."""
     origin = runs / "hours" / "1"
     checkpoint = max((origin / "checkpoints").glob("step-*"))
     config = yaml.safe_load((origin / "config.yaml").read_text())

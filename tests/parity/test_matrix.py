@@ -69,7 +69,7 @@ def test_parity(deviations: dict[Cell, Deviation | str], cell: Cell) -> None:
 
 @pytest.mark.quick
 def test_the_matrix_has_every_engine_and_optimizer() -> None:
-    """Each engine and optimizer of the configuration has cells of every number of ranks and tensor size."""
+    """Each engine and optimizer of the configuration has cells with every number of ranks and tensor size."""
     engines = set(ENGINES) - {"single", "independent"}
     eager = {cell for cell in matrix.cells() if cell.form == "eager"}
     compiled = set(matrix.compiled_cells())
@@ -247,7 +247,7 @@ def test_gradients_are_reduced_in_16_bits_under_the_loss_scale(narrow_runs: Path
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
 def test_engines_agree_in_16_bits(narrow_runs: Path, name: str) -> None:
-    """Runs use autocast and, in fp16, one loss scale for all ranks. The tolerance is that of rounding."""
+    """Runs use autocast and, in fp16, one loss scale for all ranks. Losses differ by rounding only."""
     one = narrow_runs / f"{name}-single-1"
     assert max(losses(one)) - min(losses(one)) > 0.08  # while engines may differ by 0.005
     for engine, tensor in NARROW:

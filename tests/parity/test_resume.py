@@ -1,4 +1,4 @@
-"""Promise 3: a resumed run is bit-equal on as many ranks, and keeps its sample order on other numbers."""
+"""Promise 3: a resumed run is bit-equal on as many ranks, and keeps its sample order on more or fewer."""
 
 import re
 import shutil

@@ -75,7 +75,7 @@ class SumOfTokens(torch.nn.Module):
 
 
 def evaluate_all(folder: str) -> None:
-    """Evaluate the prepared directory of each kind in a rank."""
+    """Evaluate the prepared directory of each kind in this rank."""
     comm = distributed.connect(read_world(os.environ), torch.device("cpu"))
     for name, (kind, outputs, _) in KINDS.items():
         evaluate(Path(folder, name), kind, outputs, comm)
@@ -134,7 +134,7 @@ def assert_scores(
     order = np.random.default_rng(2).permutation(DEV)
     expected = {f"dev/{name}": measure(labels[order], logits_NL[order]) for name, measure in measures.items()}
     moved = {f"dev/{name}": measure(labels, logits_NL[order]) for name, measure in measures.items()}
-    assert any(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "no effect of order"
+    assert any(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order has no effect"
     for rank in range(ranks):
         measured = read_json(folder / f"scores-{rank}.json")
         assert measured["examples"] == DEV

@@ -1,7 +1,7 @@
 """Inject a fault into a worker. Python runs this file at every start if its folder is on PYTHONPATH.
 
 BERT_DP_TEST_FAULT is JSON with what, rank, place, step [, seconds, once, times]. Without this variable, and
-in processes that are no worker, nothing happens. The fault `what` occurs on `rank` at `place` in optimizer
+in processes other than workers, nothing happens. The fault `what` occurs on `rank` at `place` in optimizer
 step `step` (from 0; place compile = the dry run; place save = the save after that step, -1 = the first save)
 and in the `times` - 1 steps after it. `once` is a file that the fault creates; it prevents further faults.
 
@@ -65,7 +65,7 @@ def break_now(fault: dict) -> None:
 
 
 class Counter:
-    """Count the worker's optimizer steps: -1 = in the dry run, -2 = before the dry run."""
+    """Counter of the worker's optimizer steps: -1 = in the dry run, -2 = before the dry run."""
 
     def __init__(self, fault: dict):
         self.fault, self.step = fault, -2
