@@ -69,7 +69,7 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
 def make_grid(
     options: GlueOptions, tasks: Iterable[PreparedTask] = (), overrides: Sequence[str] = ()
 ) -> GlueGrid:
-    """Make the grid of a run at /run, whose files are not read. `overrides` are given settings."""
+    """Make the grid of a run at /run, whose files are not read. `overrides` are the user's settings."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     weights = None if options.init == "random" else start.checkpoint

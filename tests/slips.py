@@ -44,7 +44,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "            if True:\n                evaluate_and_write",
         ),
         "data-wait-reported-as-a-step": ('        trainer.heartbeat.enter("data")\n        ', "        "),
-        "garbage-left-at-a-line": ("    gc.collect()  #", "    pass  #"),
+        "garbage-not-collected-at-a-log-line": ("    gc.collect()  #", "    pass  #"),
     },
     ("bert_dp/data/stream.py", "tests/unit/test_data.py"): {
         "heldout-padding-counted": ("int(real_B.sum()) * num_masked", "len(real_B) * num_masked")
@@ -54,8 +54,8 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "loss-of-every-rank-of-a-replica": ("ranks[:: self._layout.tensor, 0]", "ranks[:, 0]"),
         "mfu-times-n": ('"mfu": per_gpu * flops / peak', '"mfu": tokens_per_s * flops / peak'),
         "peak-memory-of-rank-0": ("ranks[:, 1].max().item()", "ranks[0, 1].item()"),
-        "pauses-counted-into-a-steps-time": ("+= time.perf_counter() - start", "+= 0.0"),
-        "pauses-counted-into-the-next-step": ("- start\n        self.timers.restart()", "- start"),
+        "pauses-counted-in-a-steps-time": ("+= time.perf_counter() - start", "+= 0.0"),
+        "pauses-counted-in-the-next-step": ("- start\n        self.timers.restart()", "- start"),
     },
     ("launcher/tune/batch.py", "tests/unit/test_tune_batch.py"): {
         "pilot-memory-of-rank-0": ("= repeat.memory_gib", "= repeat.memory_gib[:1]")
@@ -70,7 +70,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "optimizer.found_inf = found_inf",
             "optimizer.found_inf = torch.zeros_like(found_inf)",
         ),
-        "clipped-below-the-limit-too": ("(norm / max_norm).clamp(min=1.0)", "(norm / max_norm)"),
+        "clipped-also-below-the-limit": ("(norm / max_norm).clamp(min=1.0)", "(norm / max_norm)"),
     },
     ("bert_dp/training/loop.py", "tests/parity/test_matrix.py::test_parity[ddp-adamw-n2-fp64-acc1]"): {
         "mean-over-a-replicas-own-tokens": (
@@ -79,7 +79,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         )
     },
     ("bert_dp/tasks/finetune.py", "tests/unit/test_classifier.py"): {
-        "dropout-by-place-in-the-batch": ("4, epoch_B, index_B)", "4, np.arange(len(index_B)))")
+        "dropout-by-position-in-the-batch": ("4, epoch_B, index_B)", "4, np.arange(len(index_B)))")
     },
     # engines
     ("bert_dp/parallel/ddp.py", "tests/unit/test_step.py"): {
@@ -115,17 +115,17 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     # data
     ("bert_dp/data/build.py", "tests/unit/test_corpus.py"): {
         "sketches-out-of-step": ("in np.flatnonzero(exact)", "in range(int(exact.sum()))"),
-        "source-may-change-while-read": ("if before != [*map(inputs.identity, found)]:", "if False:"),
+        "source-may-change-during-reading": ("if before != [*map(inputs.identity, found)]:", "if False:"),
     },
     # labelled examples
     ("bert_dp/examples/table.py", "tests/unit/test_examples.py"): {
-        "glue-quotes-enclose": ('"quoting": csv.QUOTE_NONE', '"quoting": csv.QUOTE_MINIMAL'),
-        "labels-by-letter": ("sorted(found, key=lambda name: (int(name), name))", "sorted(found)"),
+        "glue-quotes-are-parsed": ('"quoting": csv.QUOTE_NONE', '"quoting": csv.QUOTE_MINIMAL'),
+        "labels-sorted-as-text": ("sorted(found, key=lambda name: (int(name), name))", "sorted(found)"),
     },
     ("bert_dp/examples/glue.py", "tests/unit/test_examples.py"): {
-        "glue-byte-order-mark": ('encoding="utf-8-sig"', 'encoding="utf-8"'),
-        "glue-last-place-wins": ("[name for name in names if name not in files]", "names"),
-        "links-in-a-tar": (" and member.isreg()", ""),
+        "glue-byte-order-mark-kept": ('encoding="utf-8-sig"', 'encoding="utf-8"'),
+        "glue-last-copy-wins": ("[name for name in names if name not in files]", "names"),
+        "links-in-a-tar-followed": (" and member.isreg()", ""),
     },
     ("bert_dp/examples/prepare.py", "tests/unit/test_examples.py"): {
         "shorter-text-cut-first": ("max(room // 2, room - len(first))", "room // 2"),
@@ -139,7 +139,10 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "files-not-synced": ("            _fsync(path)\n", "            pass\n"),
         "directory-not-synced": ("    _fsync(folder)\n", ""),
         "renamed-before-it-is-synced": ("        _fsync(temporary)\n", ""),
-        "prune-forgets-a-good-one": ("if place >= keep and good >= min(keep, 2):", "if place >= keep:"),
+        "prune-removes-a-good-checkpoint": (
+            "if place >= keep and good >= min(keep, 2):",
+            "if place >= keep:",
+        ),
     },
     ("bert_dp/training/checkpoint.py", "tests/unit/test_saving.py"): {
         "two-writers-at-once": ("        self.wait()\n        start = time.", "        start = time."),
@@ -147,11 +150,11 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     # the launcher
     ("launcher/run/processes.py", "tests/unit/test_ending.py"): {
-        "grace-begins-again-at-each-poll": ("deadline or time.monotonic() +", "time.monotonic() +"),
-        "a-failed-run-waits-the-grace": ("failed_s + KILL_AFTER_FAILURE_S", "failed_s + start.grace_s"),
+        "grace-restarts-at-each-poll": ("deadline or time.monotonic() +", "time.monotonic() +"),
+        "a-failed-run-waits-for-the-grace": ("failed_s + KILL_AFTER_FAILURE_S", "failed_s + start.grace_s"),
     },
     ("launcher/watch/failure.py", "tests/unit/test_failure.py"): {
-        "a-silent-death-before-an-earlier-error": ("all(silent[0].time_ns < e", "any(silent[0].time_ns < e"),
+        "a-silent-exit-before-an-earlier-error": ("all(silent[0].time_ns < e", "any(silent[0].time_ns < e"),
         "the-latest-error-is-the-cause": ("(not e.issues, e.time_ns)", "(not e.issues, -e.time_ns)"),
     },
     ("bert_dp/files/reaper.py", "tests/unit/test_ending.py"): {
@@ -161,11 +164,11 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         )
     },
     ("launcher/run/restarts.py", "tests/unit/test_restarts.py"): {
-        "restarts-without-end": ("if after[0] > before[0] else", "if after[0] >= before[0] else")
+        "restarts-without-limit": ("if after[0] > before[0] else", "if after[0] >= before[0] else")
     },
     ("launcher/watch/hangs.py", "tests/unit/test_hangs.py"): {
         "rank-ahead-is-named-instead-of-behind": ("if last[rank] < newest", "if last[rank] == newest"),
-        "a-gpu-that-is-behind-is-overlooked": ("for on_gpu in (False, True):", "for on_gpu in (False,):"),
+        "a-gpu-that-is-behind-is-ignored": ("for on_gpu in (False, True):", "for on_gpu in (False,):"),
     },
     # estimates for parallel runs
     ("bert_dp/training/noise.py", "tests/unit/test_noise_estimate.py"): {
@@ -209,8 +212,8 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "hf-missing-tensors-are-empty": ("            missing.append(name)", "            pass"),
     },
     ("bert_dp/model/bert.py", "tests/unit/test_hf_encoders.py"): {
-        "hf-window-without-its-edges": ("distance_SS <= self.reach", "distance_SS < self.reach"),
-        "hf-local-layers-turn-as-global-ones": ("config.local_rope_theta", "config.rope_theta"),
+        "hf-window-excludes-its-edges": ("distance_SS <= self.reach", "distance_SS < self.reach"),
+        "hf-local-layers-use-the-global-theta": ("config.local_rope_theta", "config.rope_theta"),
     },
     ("bert_dp/model/bert.py", "tests/parity/test_hf_encoders.py"): {
         "hf-decoder-bias-on-every-rank": ('            "head.decoder_bias": (0, 1),\n', "")
@@ -254,7 +257,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the tests of a slip")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {slip.name for slip in SLIPS}:
-        parser.error(f"no such slip: {', '.join(sorted(unknown))}; --list shows them")
+        parser.error(f"unknown slip: {', '.join(sorted(unknown))}; --list shows them")
     chosen = [slip for slip in SLIPS if not arguments.names or slip.name in arguments.names]
     if arguments.list:
         for slip in chosen:
@@ -262,7 +265,7 @@ def main() -> int:
         return 0
     tests = list(dict.fromkeys(test for slip in chosen for test in slip.tests.split()))
     if (failed := first_failure(tests, arguments.timeout * len(chosen))) is not None:
-        print(f"without any slip: {failed}")
+        print(f"fails without a slip: {failed}")
         return 1
     survived = 0
     for slip in chosen:

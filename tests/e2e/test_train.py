@@ -139,7 +139,7 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Pat
 @pytest.mark.quick
 def test_a_dry_run_prints_the_batch_equation_and_starts_nothing(tmp_path: Path) -> None:
     options = ["--set", "data.sources=[builtin]", "--nproc", "4", "--dry-run"]
-    output = accepted("train", "crammed-bert", *options, "--force", cwd=tmp_path)  # with any memory size
+    output = accepted("train", "crammed-bert", *options, "--force", cwd=tmp_path)  # skips the memory check
     equation = "8192 = micro 128 x accumulation 16 x dp 4"
     for text in (equation, "119,589,889 parameters", "622.9 MFLOP", "GiB", "24 h"):
         assert text in output, text

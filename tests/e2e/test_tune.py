@@ -66,7 +66,7 @@ def test_the_rates_the_memory_and_the_choice_follow_from_the_raw_steps(
     assert tune["status"] == "complete"
     sizes = [size["micro_batch"] for size in tune["sizes"]]
     assert sizes == [1, 2, 4][-len(sizes) :], "a slow machine has no time for the smaller sizes"
-    assert [trial["micro_batch"] for trial in tune["trials"]][: len(sizes)] == sizes, "ascending"
+    assert [trial["micro_batch"] for trial in tune["trials"]][: len(sizes)] == sizes, "sizes must ascend"
     rates: dict[int, list[float]] = {}
     for trial in tune["trials"]:
         assert trial["status"] == "ok", trial["reason"]

@@ -257,7 +257,7 @@ def test_row_11_a_failed_save_can_end_the_run(
         assert checkpoint.check(run_dir / "checkpoints" / f"step-{good:08d}") is None
         assert facts["failed_saves"] >= 1
     if settings == EVERY_2:
-        assert (facts["step"], facts["failed_saves"]) == (4, 2), "the scheduled save and one at the end"
+        assert (facts["step"], facts["failed_saves"]) == (4, 2), "one save on schedule and one at the end"
         assert facts["heldout_loss"] is not None
         assert facts["checkpoint"] == "checkpoints/step-00000002"
 

@@ -118,7 +118,7 @@ def test_row_02_a_kill_for_lack_of_host_memory_is_named(
     lines = card(result.failure, run_dir)
     assert lines[0] == "failed: rank 1: killed by signal 9 (SIGKILL): host out of memory"
     assert any("because host memory ran out" in line and "peaked at 0." in line for line in lines[:15])
-    # the program alone is more than nine tenths of the estimate, so no setting makes the run fit
+    # the target is nine tenths of the estimate, and the program alone needs more than that
     assert any(line.startswith("  fix: by the estimate, no micro batch fits") for line in lines[:15])
     assert any(line.startswith("  memory: rank 1 ") for line in lines[:15])
     memory = read_json(run_dir / "summary.json")["failure"]["memory"]

@@ -23,7 +23,7 @@ WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil
 
 @pytest.fixture(autouse=True)
 def no_process_left(tmp_path: Path) -> Iterator[None]:
-    """Kill the processes that a failed test leaves, because a stopped process cannot react to signals."""
+    """Kill the processes that a failed test leaves, because a stopped process may outlive its launcher."""
     yield
     left = processes_of(tmp_path)
     for process in left:

@@ -120,7 +120,7 @@ def main() -> int:
     device, o.devices = ("CPU, short form", 2) if o.short else gpus()
     if not o.devices:
         print("no GPU that torch can use: nothing was checked.")
-        print("`python -m tests.gpu --short` runs the parts themselves on the CPU, at tiny size.")
+        print("`python -m tests.gpu --short` runs the parts on the CPU at tiny size.")
         return 1
     return run_parts(list(dict.fromkeys(names)), device, o)
 
@@ -179,7 +179,7 @@ def start_parts(
             ):
                 name, left = waiting.pop(0), deadline - time.monotonic()
                 if left < (part := PARTS[name]).least_s and not (o.short and left > SPARE_S):
-                    print(f"{name}: left out, {left:.0f} s of --total are left", flush=True)
+                    print(f"{name}: left out, only {left:.0f} s of --total remain", flush=True)
                 else:
                     running[name] = start(name, min(SHORT_LIMIT_S if o.short else part.limit_s, left), o)
             for name, one in list(running.items()):

@@ -278,7 +278,7 @@ def kernels(place: Place) -> Found:
 
 def timers(place: Place) -> Found:
     """Check that the phases of a step that the timers measure add up to its wall time."""
-    # synthetic data, because the wait for data belongs to no phase and would be long beside a step this small
+    # synthetic data: waiting for data belongs to no phase, and small steps end before the next batch is ready
     with trainer_of(place, "data.synthetic=true") as trainer:
         steps(trainer, 3)
         clock = Timers(trainer.device)

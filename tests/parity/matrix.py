@@ -32,6 +32,8 @@ STEPS, EVAL_STEPS = 20, 10
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cell:
+    """A run of the parity matrix."""
+
     engine: str
     optimizer: str
     ranks: int
