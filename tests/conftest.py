@@ -15,7 +15,8 @@ from tests.shards import write_shards
 LONG = ("e2e", "faults", "nodes", "parity")  # packages whose tests start ranks
 LAST = ("e2e", "faults")  # run last, because the longest test files are in other packages
 
-os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # for bert-dp
+# so that tests can run bert-dp and Python of this environment by name
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
 # waiting OpenMP threads sleep: a spinning thread takes the core from the thread that it waits for, which made
 # a step of one rank on two busy cores 14 times as long
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

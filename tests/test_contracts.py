@@ -130,7 +130,7 @@ FORBIDDEN = {
     "bert_dp.training.loop": "training.build model.bert model.classifier data.build tasks.mlm",
 }
 """Package -> packages that it must not import, in bert_dp unless another package is named. Lower packages
-do not import the loop; model, data and optim import no ranks; engines import no model or data."""
+do not import the loop; model, data and optim import no code of ranks; engines import no model or data."""
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -150,20 +150,20 @@ def is_apart(i: Import) -> bool:
 
 
 RULES: dict[str, Callable[[Import], bool]] = {
-    "rich: in functions of the corpus builder only": lambda i: (
+    "rich only in functions of the corpus builder": lambda i: (
         within(i.module, "bert_dp")
         and within(i.target, "rich")
         and not (i.module == "bert_dp.data.build" and i.in_function)
     ),
-    "an engine's package: in the engine's own file": lambda i: (
+    "an engine's package only in the engine's file": lambda i: (
         within(i.target, "accelerate", "deepspeed")
         and i.module != f"bert_dp.parallel.{i.target.partition('.')[0]}"
     ),
-    "worker and cli: by nobody": lambda i: (
+    "worker and cli only as programs": lambda i: (
         within(i.target, "bert_dp.worker", "launcher.cli")
         and not within(i.module, "launcher.cli", "launcher.__main__")
     ),
-    "optional packages: in functions": lambda i: within(i.target, *OPTIONAL) and not is_apart(i),
+    "optional packages only in functions": lambda i: within(i.target, *OPTIONAL) and not is_apart(i),
 }
 
 

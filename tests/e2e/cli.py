@@ -90,7 +90,7 @@ def bert_dp(
 
 
 def here(*arguments: str, cwd: Path | None = None, **environ: str) -> Done:
-    """Run a command that starts no rank in this process, which is ten times as fast as `bert_dp`."""
+    """Run a command without ranks in this process, ten times as fast as `bert_dp`. Accept any exit code."""
     output, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["bert-dp", *arguments]),
@@ -113,7 +113,7 @@ def accepted(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
 
 
 def refused(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
-    """Run a command in this process, check that it exits with 2, and return its error output."""
+    """Run a command in this process, check that it exits with 2 and no traceback, and return its errors."""
     done = ended(here(*arguments, cwd=cwd, **environ), 2)
     assert "Traceback" not in done.stderr
     return done.stderr

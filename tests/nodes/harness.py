@@ -78,7 +78,7 @@ class Started:
 
 
 class Cluster:
-    """Context of `size` nodes. Node K has host name hostK and addresses 10.77.N.K+1 and 10.78.N.K+1."""
+    """Context manager of `size` nodes. Node K of cluster N is hostK at 10.77.N.K+1 and 10.78.N.K+1."""
 
     def __init__(self, size: int = 2):
         number = next(NUMBERS)

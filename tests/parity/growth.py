@@ -1,4 +1,4 @@
-"""Measure how rounding differences grow between one rank and two ranks, or one rank with larger batches.
+"""Measure the growth of rounding differences from one rank: with two ranks, and with larger micro batches.
 
 `python -m tests.parity.growth` prints a markdown table with the largest difference of a logged loss, in nats,
 from the start to each of STEPS.

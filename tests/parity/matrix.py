@@ -53,7 +53,8 @@ class Cell:
         return f"{name}-{self.precision}-acc{self.accumulation}{form}"
 
     def baseline(self) -> Cell:
-        """Return the cell of one process that this cell must equal; in bf16, one process must equal fp32."""
+        """Return the cell of one process that this cell must equal. For one process in bf16, this is
+        the cell of one process in fp32."""
         return dataclasses.replace(
             self,
             engine="single",

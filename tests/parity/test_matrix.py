@@ -177,7 +177,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any], float]] = {
     "ddp recomputed": (2, {"engine": "ddp", "activation_checkpointing": True}, 1e-10),
     "fsdp recomputed": (2, {"engine": "fsdp", "activation_checkpointing": True}, 1e-10),
     "fsdp hybrid": (4, {"engine": "fsdp", "fsdp_replicas": 2}, 1e-10),
-    "fsdp hybrid in tensor": (4, {"engine": "fsdp", "fsdp_replicas": 2, "tensor": 2}, 1e-10),
+    "fsdp hybrid with tensor": (4, {"engine": "fsdp", "fsdp_replicas": 2, "tensor": 2}, 1e-10),
     "tensor recomputed": (4, {"engine": "ddp", "tensor": 4, "activation_checkpointing": True}, 1e-10),
 }
 """name -> (ranks, parallel section, tolerance of the loss)."""

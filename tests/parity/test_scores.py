@@ -54,8 +54,8 @@ OF_A_SCORE: dict[str, Measure] = {
 KINDS: dict[str, tuple[str, int, Mapping[str, Measure]]] = {
     "two labels": ("single_label", 2, OF_CLASSES | OF_TWO),
     "three labels": ("single_label", 3, OF_CLASSES | OF_THREE),
-    "several labels": ("multi_label", 2, OF_SEVERAL),
-    "a score": ("regression", 1, OF_A_SCORE),
+    "independent labels": ("multi_label", 2, OF_SEVERAL),
+    "regression": ("regression", 1, OF_A_SCORE),
 }
 
 
