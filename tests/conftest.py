@@ -30,7 +30,8 @@ settings.load_profile("no timing decides a test")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start ranks as slow unless quick, so `make test` and `make test-long` are disjoint."""
+    """Mark tests as slow if they start ranks and are not quick: `make test` skips slow tests, and
+    `make test-long` runs no others."""
     for item in items:
         if package_of(item) in LONG and not item.get_closest_marker("quick"):
             item.add_marker("slow")

@@ -35,7 +35,7 @@ from tests.runs_to_export import write_run
 OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # classes that transformers 4.57 has
 FORMATS = ("hf", "onnx", "aoti")
 BERT = {"model_type": "bert", "vocab_size": 30_522, "max_position_embeddings": 512, "pad_token_id": 0}
-# the padding id is 0, as in the tokenizer of these runs, which leaves one position less than the public ids
+# with padding id 0, as in the tokenizer of these runs: 513 positions instead of the public 514
 ROBERTA = {"model_type": "roberta", "vocab_size": 50_265, "max_position_embeddings": 513, "pad_token_id": 0}
 ROBERTA |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 MODERNBERT = {"model_type": "modernbert", "vocab_size": 50_368, "local_attention": 128}

@@ -19,7 +19,7 @@ class Results:
     def __init__(
         self, folder: Path, key: str, passed: Callable[[Result], bool], *, code_of: Sequence[str] = ()
     ):
-        """`key` is the field of a line that names its case; `passed` is True for a line that ends a case.
+        """`key` is the field with the case of a line. `passed` returns True for the line of a finished case.
         `code_of` are the folders of the repository that a case runs. A line stores a hash of their committed
         files as `code`; lines with another hash are ignored. If `code_of` is empty, no hash is compared."""
         folder.mkdir(parents=True, exist_ok=True)

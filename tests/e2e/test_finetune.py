@@ -36,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OWN = ("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence", "--label", "place")
 
 
-def test_a_run_is_finetuned_and_its_dev_score_printed(run_dir: Path, files: Path, tmp_path: Path) -> None:
+def test_finetuning_prints_and_records_the_dev_score(run_dir: Path, files: Path, tmp_path: Path) -> None:
     arguments = ("finetune", str(run_dir), "schedule.epochs=2", *OWN)
     assert "24 examples" in accepted(*arguments, "--dry-run", cwd=files)
     done = bert_dp(*arguments, "--run-dir", str(tmp_path), cwd=files)
@@ -51,7 +51,7 @@ def test_a_run_is_finetuned_and_its_dev_score_printed(run_dir: Path, files: Path
     assert "this run is complete" in accepted("train", "--run-dir", str(tmp_path))
 
 
-def test_a_fraction_of_train_becomes_dev_and_every_seed_a_run(run_dir: Path, tmp_path: Path) -> None:
+def test_dev_is_a_fraction_of_train_and_each_seed_is_a_run(run_dir: Path, tmp_path: Path) -> None:
     rows = [f"{PLACES[i % 2].format(f'{i} islands')}\n" for i in range(24)]
     (tmp_path / "mine.csv").write_text("text,label\n" + "".join(rows))
     data = ("--train", str(tmp_path / "mine.csv"), "--dev-fraction", "0.25", "--seeds", "2", "--nproc", "1")

@@ -220,7 +220,7 @@ except KeyboardInterrupt as error:
 
 @contextlib.contextmanager
 def begin(folder: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """Start a script, without a __main__ guard, that trains endlessly; kill it on exit."""
+    """Start a script without a __main__ guard that trains endlessly, and kill it on exit."""
     endless = {**settings, "schedule.steps": 1_000_000, "compile": "off"}
     arguments = f"'quickstart', nproc=2, settings={endless!r}, run_dir={str(folder / 'run')!r}"
     (folder / "script.py").write_text(SCRIPT.format(arguments=arguments))

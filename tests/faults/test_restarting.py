@@ -18,7 +18,7 @@ from tests.parity.runs import state, train_runs, write_run
 INTERVAL = 20  # steps between two checkpoints of row 26
 
 
-def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -> None:
+def test_row_18_simultaneous_launchers_do_not_collide(tmp_path: Path, shards: Path) -> None:
     count = 8 if FULL else 2
     for number in rounds(1, 20):
         together = [begin(shards, tmp_path / f"run-{number}-{k}") for k in range(count)]

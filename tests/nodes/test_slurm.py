@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 class Jobs:
-    """Jobs of runs that are slowed by a tenth of a second per step."""
+    """Slurm jobs that train, slowed by a tenth of a second per step."""
 
     def __init__(self, controller: Slurm, config: Path):
         self.slurm, self._config = controller, config

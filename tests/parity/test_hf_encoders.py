@@ -1,4 +1,4 @@
-"""Check that N ranks continue pretraining a transformers encoder like one rank and start from its loss."""
+"""Check that N ranks continue pretraining a transformers encoder like one rank, starting from its loss."""
 
 from pathlib import Path
 from typing import Any
