@@ -125,7 +125,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
         (3, [{}, {"host": "g"}], "--node-rank: 1 was passed on two nodes, "),
     ],
 )
-def test_a_refusal_of_node_0_is_printed_on_every_node(
+def test_what_node_0_refuses_is_told_on_every_node(
     place: Place, tmp_path: Path, nodes: int, others: list[dict[str, Any]], words: str
 ) -> None:
     place = place._replace(nodes=nodes)
