@@ -128,7 +128,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "links-in-a-tar-followed": (" and member.isreg()", ""),
     },
     ("bert_dp/examples/prepare.py", "tests/unit/test_examples.py"): {
-        "shorter-text-cut-first": ("max(room // 2, room - len(first))", "room // 2"),
+        "shorter-text-cut-first": ("max(limit // 2, limit - len(first))", "limit // 2"),
         "dev-share-counts-as-glue": ("None if labelled.official is None else False", "labelled.official"),
     },
     ("bert_dp/evaluation/scores.py", "tests/parity/test_scores.py"): {
@@ -196,7 +196,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "teachers-logits-in-order-of-length": ("[np.argsort(np.concatenate(together))]", "")
     },
     ("bert_dp/model/bilstm.py", "tests/unit/test_distill.py"): {
-        "reversed-with-padding": ("length_B[:, None] - 1 - place_S)", "ids_BS.shape[1] - 1 - place_S)[None]")
+        "reversed-with-padding": ("length_B[:, None] - 1 - index_S)", "ids_BS.shape[1] - 1 - index_S)[None]")
     },
     ("bert_dp/examples/augment.py", "tests/unit/test_distill.py"): {
         "copies-without-the-seed": ('Random(f"{seed}/{example}/{copy}")', 'Random(f"{example}/{copy}")'),

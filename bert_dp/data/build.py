@@ -1,8 +1,8 @@
-"""Build shards from sources, in a directory or in the cache, under a lock. Torch-free.
+"""Build shards from text sources, in a directory or in the cache, under a lock. Torch-free.
 
-Sources are read three times: to hash them, to sample text for training the tokenizer (skipped if one is
-given), and to build. Memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes
-per document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). Shards are
+Sources are read three times: to hash them, to sample text for training the tokenizer (unless one is given),
+and to build. Memory holds the sample (at most 128 MiB of text, twice), a few batches per process, and per
+document 8 bytes for exact dedup (24 while two tables are merged) or about 2 kB for near dedup. Shards are
 written to a temporary directory next to OUT, which then replaces OUT. The launcher runs `python -m
 bert_dp.data.build` to build or find shards; the command prints their directory.
 """
@@ -37,11 +37,11 @@ from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
 from bert_dp.training.process import follow_launcher
 
-SAMPLE_BYTES = 128 * 2**20  # maximum text to train the tokenizer on
-WARNED_SHARE = 0.01  # share of documents dropped by a filter
-BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
+SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer
+WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
+BYTES_PER_PROCESS = 8 * 2**20  # of source; for less text, starting a process costs more than it saves
 Progress = Callable[[str, int, int | None], None]
-"""Stage, done, total. total: None = unknown, 0 = `stage` is a message instead."""
+"""Callback (stage, done, total). total: None = unknown, 0 = `stage` is a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BuildPlan:
     settings: dict[str, Any]
     """`build` section of the manifest: everything that the shards depend on except the sources."""
     processes: int | None
-    tell: Progress
+    report: Progress
 
 
 def build(
@@ -66,12 +66,12 @@ def build(
 ) -> Manifest:
     """Build shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
-    `model.vocab_size`: size of the tokenizer to train, and limit for a given one. `processes`: by default one
-    per core, fewer for small input. An `out` that contains this build is kept; `force` replaces any other
-    build. Raises ConfigError, also for too little text and for an `out` that would be overwritten.
+    `model.vocab_size` is the size of a trained tokenizer, or the limit for a given one. `processes` is one
+    per core by default, fewer for small input. If `out` already contains this build, it is kept; `force`
+    replaces any other build. Raises ConfigError, also for too little text or another build in `out`.
     """
     data = config.data
-    tell: Progress = progress or (lambda stage, done, total: None)
+    report: Progress = progress or (lambda stage, done, total: None)
     out = out.expanduser().resolve()
     if data.build.dedup == "near":
         tokens.rensa()
@@ -86,22 +86,22 @@ def build(
         before = [*map(inputs.identity, found)]
         records = [*map(source_record, found)]
         if (kept := _existing(out, settings, records, force)) is not None:
-            tell(f"kept {out}: it already contains this build", 0, 0)
+            report(f"kept {out}: it already contains this build", 0, 0)
             return kept
         with replaced(out) as work:
-            manifest = build_in(BuildPlan(found, config, settings, processes, tell), records, work)
+            manifest = build_in(BuildPlan(found, config, settings, processes, report), records, work)
             if before != [*map(inputs.identity, found)]:
                 message = "a source changed while it was being read"
                 raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
     for line in (*filter_warnings(manifest), *manifests.loss_warnings(manifest.sources)):
-        tell(f"warning: {line}", 0, 0)
+        report(f"warning: {line}", 0, 0)
     return manifest
 
 
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest of `out` if it has this build, None if it may be written. Raises ConfigError."""
+    """Return the manifest of `out` if it has this build, None if `out` may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -120,8 +120,8 @@ def _existing(
 
 
 def cache_dir(config: Config) -> Path:
-    """Return the directory where `ensure` keeps the shards of `config`: in the cache, keyed by a hash of the
-    options, the tokenizer and every source's name, size and mtime. Raises ConfigError."""
+    """Return the cache directory for the shards of `config`. Its name is a hash of the build options, the
+    tokenizer, and the name, size and modification time of every source. Raises ConfigError."""
     data = config.data
     facts = {
         "format": manifests.format_of(Manifest),
@@ -135,7 +135,7 @@ def cache_dir(config: Config) -> Path:
 
 
 def find(config: Config) -> Path | None:
-    """Return the directory of shards already built by `ensure` for `config`, or None. Raises ConfigError."""
+    """Return the directory of shards that `ensure` has built for `config`, or None. Raises ConfigError."""
     directory = cache_dir(config)
     with contextlib.suppress(ConfigError):  # damaged shards will be rebuilt
         read_manifest(directory)
@@ -144,8 +144,8 @@ def find(config: Config) -> Path | None:
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """Return the directory of the shards for `config`; build them in the cache on first use. If several
-    processes call it at once, one builds and the others wait. Raises ConfigError."""
+    """Return the directory of the shards for `config`; without data.path, build them in the cache on first
+    use. If several processes call `ensure` at once, one builds and the others wait. Raises ConfigError."""
     given = config.data.path
     if given is None and (issues := files.cache_issues()):
         raise ConfigError(issues)
@@ -174,7 +174,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # of unknown size
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
-        (index, texts)  # of one source
+        (index, texts)  # texts of one source
         for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
         for texts in tokens.in_batches(read_documents([source], [record]))
     )
@@ -204,18 +204,18 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
 
 
 def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
-    """Return (content of tokenizer.json, total number of documents or None if they were not counted)."""
+    """Return the content of tokenizer.json and the number of documents (None if they were not counted)."""
     most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
     if path is None:
-        sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.tell)
-        plan.tell("train tokenizer", 0, None)
+        sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.report)
+        plan.report("train tokenizer", 0, None)
         model, trained = options.tokenizer_model, list[str]()
 
         def train() -> None:
             tokenizer = tokens.train(sample, model=model, vocab_size=most, with_normalizer=options.normalize)
             trained.append(tokenizer.to_str())
 
-        thread = threading.Thread(target=train, daemon=True)  # keeps this thread free to handle signals
+        thread = threading.Thread(target=train, daemon=True)  # so that the main thread can handle signals
         thread.start()
         thread.join()
         return trained[0], total
@@ -226,30 +226,30 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
 
 
 def source_record(source: inputs.Source) -> dict[str, Any]:
-    """Return the name of a source; for a file also its size and hash."""
+    """Return a source's entry in the manifest: its name and, for a file, its size and hash."""
     record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     if source.path is not None:
-        record["name"] = source.path.name  # without directory: the same text elsewhere is the same build
+        record["name"] = source.path.name  # without its directory, so that a moved file is the same source
         record["bytes"] = inputs.file_identity(source.path)["bytes"]
         record["sha256"] = inputs.file_hash(source.path)
     return record
 
 
 def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
-    """Yield all documents of the sources in order, and count them in the records."""
+    """Yield all documents of the sources in order, and count them in `records`, one entry per source."""
     for source, record in zip(sources, records, strict=True):
         for text in inputs.documents(source):
             record["documents"] += 1
             yield text
 
 
-def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Sample up to SAMPLE_BYTES of the documents, by their CRC-32; return them and the total count."""
+def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
+    """Sample up to SAMPLE_BYTES of text by the documents' CRC-32; return it and the number of documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
         if total % 10_000 == 0:
-            tell("read", total, None)
+            report("read", total, None)
         key = zlib.crc32(text.encode())
         if key >= bound:
             continue
@@ -259,7 +259,7 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
             bound //= 2
             sample = [pair for pair in sample if pair[0] < bound]
             size = sum(len(text) for _, text in sample)
-    tell("read", total, total)
+    report("read", total, total)
     return [text for _, text in sample], total
 
 
@@ -272,13 +272,12 @@ def _route(
     total: int | None,
 ) -> dict[str, int]:
     """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
-    source's record; return the number dropped by each stage. Raises ConfigError at the end of a lossy source.
-    """
+    source's record. Return the number dropped by each stage. Raises ConfigError if too much is lost."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
     near = None
-    if options.dedup == "near":  # `add` returns False if an earlier sketch is at least as similar
+    if options.dedup == "near":  # `add` returns False if an earlier sketch is similar enough
         threshold = options.near_threshold
         near = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, 0)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
@@ -306,15 +305,15 @@ def _route(
         dropped["empty"] += batch.empty
         dropped["tokens_per_char"] += batch.filtered
         read += len(batch.keys) + batch.empty + batch.filtered
-        plan.tell("tokenize", read, total)
+        plan.report("tokenize", read, total)
     _refuse_loss(records[current], plan)
     return dropped
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that marks keys [D] uint64 seen for the first time over all calls. It stores 8 bytes
-    per key in sorted arrays of doubling size. The probability that any two of n different documents share a
-    key is n^2 / 2^65: 3e-4 for 1e8 documents."""
+    """Return a function from keys [D] uint64 to a mask [D], which is True for keys not seen before in any
+    call. It stores 8 bytes per key in sorted arrays of doubling size. The probability that any two of n
+    different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:
@@ -346,7 +345,7 @@ def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
 def _check_split(
     train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig
 ) -> None:
-    """Raise ConfigError if a split has no sequences, or held_out has more than train."""
+    """Raise ConfigError if a split has no sequences, or if held_out has more sequences than train."""
     share = options.held_out_fraction
     if train.sequences >= max(1, held_out.sequences) and (held_out.sequences or share == 0):
         return
@@ -355,15 +354,15 @@ def _check_split(
     sizes = f"training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
     message = f"too little text: {sizes}; only whole documents are held out"
     hint = (
-        f"add text, split long documents (data.build.documents {options.documents}), or change "
-        f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char (0 = no filter)"
+        f"add text, split long documents (data.build.documents is {options.documents}), or change "
+        f"data.build.held_out_fraction ({share}) or data.build.max_tokens_per_char (0 = no filter)"
     )
     other = "data.build.held_out_fraction"
     raise ConfigError([Issue("data.sources", "out_of_range", message, other=other, hint=hint)])
 
 
 def filter_warnings(manifest: Manifest) -> list[str]:
-    """Describe each filter that dropped more than WARNED_SHARE of the documents, with its setting."""
+    """Return a warning for each filter that dropped more than WARNED_SHARE of the documents."""
     limit = tokens.max_tokens_per_char(manifest.build, manifest.vocab_size)
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     reasons = {
@@ -382,7 +381,7 @@ def filter_warnings(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock file next to `out`; the kernel releases it when the process exits. Raises ConfigError."""
+    """Lock a file next to `out`. The kernel releases the lock when the process exits. Raises ConfigError."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -403,11 +402,11 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a directory and finally replace `out` with it; on failure, remove it. Requires the lock."""
+    """Yield a new directory; then replace `out` with it, or remove it after a failure. Requires the lock."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-        shutil.rmtree(stale)  # its process has exited, since this one holds the lock
-    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # named before mkdir: `finally` needs the name
+        shutil.rmtree(stale)  # its process has exited, because this process has the lock
+    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # before `try`, because `finally` needs it
     old = work.with_name(f"{work.name}-old")
     try:
         work.mkdir(mode=0o700)
@@ -429,13 +428,13 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(answer: Callable[[], str]) -> int:
-    """Print the answer and return 0. Return 2 for bad input and print its issues as JSON; 1 for a failure,
-    with a line on stderr; 128 + the signal number if stopped."""
+    """Print the answer and return exit code 0. For bad input print the issues as JSON and return 2. For a
+    failure print a line on stderr and return 1. If a signal stops the command, return 128 + its number."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher blocks it until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the launcher
         sys.stdout.write(f"{answer()}\n")
     except ConfigError as error:
         sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
@@ -450,7 +449,7 @@ def run_command(answer: Callable[[], str]) -> int:
 
 
 def _stop(number: int, frame: object) -> None:
-    """Exit once: a second signal must not interrupt the removal of unfinished files."""
+    """Stop at the first signal. Ignore later ones, because unfinished files are being removed."""
     for other in STOPS:
         signal.signal(other, lambda *_: None)
     raise KeyboardInterrupt(number)
@@ -458,11 +457,11 @@ def _stop(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield a function that writes a stage's progress to stderr: on a terminal, one line updated twice a
-    second; otherwise a new line every ten seconds."""
+    """Yield a function that writes a stage's progress to stderr: on a terminal, one line, updated at most
+    twice a second; otherwise a new line at most every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
-    end = ""  # of the open line
+    end = ""  # line end, if a line is open
 
     def write(stage: str, done: int, total: int | None) -> None:
         nonlocal end
@@ -483,8 +482,8 @@ def shown_progress() -> Iterator[Progress]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
-    prints an empty line if they are not built yet. Return the exit code of run_command."""
+    """Print the directory of a configuration's shards and return the exit code. `ensure CONFIG.yaml` builds
+    missing shards; `find CONFIG.yaml` prints an empty line if there are none."""
     verb, path = argv
 
     def answer() -> str:

@@ -1,7 +1,7 @@
-"""Read documents from files, globs, directories, the hub and CPython's documentation. Torch-free.
+"""Read documents from files, globs, directories, Hugging Face's hub and CPython's documentation. Torch-free.
 
 A document is one non-empty line of a text file (or the lines between two blank lines), the text of one JSON
-record, Parquet row or hub data set row, one docstring or one help topic of CPython. Files of a glob or
+record, Parquet row or row of a hub data set, or one docstring or help topic of CPython. Files of a glob or
 directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is in memory.
 """
 
@@ -28,26 +28,26 @@ from bert_dp.config.errors import refusing, require, sha256
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-ZSTD_WINDOW_BYTES = 2**31  # the maximum, made by zstd --long=31
-PACKED_BYTES = 512  # a call decompresses all of its input, to up to 32 768 times its size
+ZSTD_WINDOW_BYTES = 2**31  # the largest window, used by zstd --long=31
+PACKED_BYTES = 512  # per read; decompression may yield 32,768 times as many bytes
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
-"""Suffix -> format of a file."""
-# the library's tests are not documentation, and site-packages differs between machines
+"""Formats of files by suffix."""
+# skipped, because the library's tests are not documentation and site-packages differs between machines
 NOT_DOCUMENTATION = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
 )
 
 
 def suffixes(path: Path) -> tuple[str, str]:
-    """Split the suffixes of format and compression: corpus.jsonl.gz -> (".jsonl", ".gz")."""
+    """Return the suffixes of format and compression: (".jsonl", ".gz") for corpus.jsonl.gz."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
 
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) for JSON records: one per line, or all in one array. Raises ConfigError."""
+    """Yield the JSON records of a file, each with its place, such as "line 7". Raises ConfigError."""
     begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
     if begin.startswith(b"["):
         yield from _array(path)
@@ -63,7 +63,7 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) for a JSON array, read as a whole. Raises ConfigError."""
+    """Yield the records of a JSON array, each with its place, such as "record 7". Raises ConfigError."""
     data = bytearray()
     for chunk in _chunks(path):
         data += chunk
@@ -82,7 +82,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text without LF or CRLF) for each line of a text file. Raises ConfigError."""
+    """Yield the number (from 1) and text (without LF or CRLF) of each line of a file. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -125,7 +125,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
         damage = (EOFError, zstandard.ZstdError)
         make_stream = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj
     padding = b"" if compression == ".zst" else b"\0"
-    chunk = bytearray()  # of at least CHUNK_BYTES, because a long line is joined from its chunks
+    chunk = bytearray()  # filled to CHUNK_BYTES, because joining a long line from many small chunks is slow
     try:
         with path.open("rb") as raw:
             whole = iter(lambda: raw.read(CHUNK_BYTES), b"")
@@ -143,8 +143,8 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
-    """Yield the content of all streams in a compressed file, separated by `padding`. Raises EOFError."""
-    # lzma's and zstandard's readers stop silently at a damaged second stream and a truncated last one
+    """Yield the content of all streams in a compressed file; skip `padding` between them. Raises EOFError."""
+    # lzma's and zstandard's own readers stop silently at a damaged second stream or a truncated last one
     stream: Any = None
     while data := raw.read(PACKED_BYTES):
         while stream is not None or (data := data.lstrip(padding) if padding else data):
@@ -162,8 +162,9 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) with the columns `keys` that the file has, or all columns if it lacks the first. If
-    no column is called a.b, the key a.b selects column a. Raises ConfigError for a damaged file."""
+    """Yield each row with its place, such as "row 7". It has those of the columns `keys` that exist, or all
+    columns if the first of `keys` is missing. If no column is called a.b, the key a.b selects column a.
+    Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     row = 0
@@ -183,8 +184,8 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) from `hub:NAME[:CONFIG]`, streamed by `datasets`; a class label becomes its name or
-    None. Raises ConfigError."""
+    """Stream the rows of `hub:NAME[:CONFIG]` through `datasets`, each with its place, such as "row 7". Class
+    labels become names, or None if unknown. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -205,7 +206,7 @@ def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @functools.cache
 def builtin_documents() -> tuple[str, ...]:
-    """Return standard library docstrings and help topics, about 2 MB; files are parsed, never executed."""
+    """Return the standard library's docstrings and help topics, about 2 MB, without executing its files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     for path in sorted(root.rglob("*.py")):
@@ -234,21 +235,21 @@ ABSENT = object()
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One text source: a file (`path` set), hub:NAME[:CONFIG] or builtin:VERSION."""
+    """Text source: a file (with `path`), hub:NAME[:CONFIG] or builtin:VERSION."""
 
     name: str
     path: Path | None = None
     format: str = "text"
     """Format of a file: text, jsonl or parquet."""
     text_field: str = "text"
-    """Key of the text in a record or row, or path of nested keys such as a.b."""
+    """Key of the text in a record or row, or a path of nested keys such as a.b."""
     documents: str = "line"
-    """End of a document in a text file: line or blank_line."""
+    """Delimiter of documents in a text file: line or blank_line."""
 
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
-    """Expand globs and directories, skipping files in `out`, which may contain an earlier build. Raises
-    ConfigError for every source that matches nothing, is not a regular file or has an unknown format."""
+    """Expand globs and directories; skip files in `out`, which may contain an earlier build. Raises
+    ConfigError with every source that matches no file, is not a regular file or has an unknown format."""
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
@@ -267,7 +268,7 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
                 message = f"{path} is not a regular file"
                 issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
-                message = f"{path} has the suffix {suffixes(path)[0]}, which is not a known format"
+                message = f"{path} has the unknown suffix {suffixes(path)[0]}"
                 hint = (
                     f"convert it to one of {', '.join(filter(None, FORMATS))}, or set its format: --format "
                     "text (data.build.source_format) reads raw lines, including headers, ids and quotes"
@@ -282,7 +283,8 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Find the files of a path, glob or directory (there: with a known suffix, or all, outside `out`)."""
+    """Return the files of a path, glob or directory. In a directory, hidden files and files in `out` are
+    skipped, and files with an unknown suffix unless `every_suffix`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -296,7 +298,7 @@ def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """Return values that change when the source changes, without reading it. Raises ConfigError."""
+    """Return the name of a source, for a file also its size and modification time. Raises ConfigError."""
     return {"name": source.name} if source.path is None else file_identity(source.path)
 
 
@@ -316,8 +318,8 @@ def file_hash(path: Path) -> str:
 
 
 def documents(source: Source) -> Iterator[str]:
-    """Yield the non-blank documents of a source, in order. Raises ConfigError with file, line (or row) and a
-    fix for corrupt, empty, binary or non-UTF-8 input."""
+    """Yield the non-blank documents of a source, in order. Raises ConfigError for corrupt, empty, binary or
+    non-UTF-8 input, with the file, the line or row, and a fix."""
     name, key = source.name, source.text_field
     texts: Iterable[str]
     if name.startswith("builtin:"):
@@ -338,15 +340,15 @@ def documents(source: Source) -> Iterator[str]:
 
 
 def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) from a JSON file, a Parquet file (columns `keys`) or a split of a hub data set.
-    Raises ConfigError."""
+    """Yield the records of a JSON file, a Parquet file (columns `keys`) or a split of a hub data set, each
+    with its place, such as "line 7". Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
     return parquet_records(source.path, keys) if source.format == "parquet" else json_records(source.path)
 
 
 def value_of(record: Any, key: str) -> Any:
-    """Look up a key in a record, else a path of nested keys such as a.b; ABSENT if there is neither."""
+    """Return a record's value for a key, or for a path of keys such as a.b. ABSENT if there is none."""
     if not isinstance(record, dict):
         return ABSENT
     if key in record:
@@ -356,7 +358,7 @@ def value_of(record: Any, key: str) -> Any:
 
 
 def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
-    """Return the text of a record from the source `name`. Raises ConfigError if it has none."""
+    """Return the text of a record at `place` in the source `name`. Raises ConfigError if it has no text."""
     text = value_of(record, key)
     if not isinstance(text, str):
         kind: IssueKind = "missing" if text is ABSENT else "wrong_type"
@@ -375,7 +377,7 @@ def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """Yield the lines between two blank lines as one text."""
+    """Yield each block of lines between blank lines as one text."""
     block: list[str] = []
     size = 0  # characters
     for number, line in lines(path):
@@ -393,7 +395,7 @@ def _blocks(path: Path) -> Iterator[str]:
 
 
 def document_key(text: str) -> int:
-    """Return a 64-bit hash of a document, ignoring case and white space."""
+    """Return a 64-bit hash of a document, ignoring its case and white space."""
     return content_key(" ".join(text.lower().split()).encode())
 
 

@@ -1,6 +1,6 @@
-"""Write, map, verify and inspect packed shards. Torch-free.
+"""Write, memory-map, verify and inspect packed shards. Torch-free.
 
-Shards are flat uint16 files of whole sequences [sequences, S]; manifest.json has their sizes and hashes.
+A shard is a flat uint16 file of whole sequences, [sequences, S]. manifest.json has its size and hash.
 """
 
 import dataclasses
@@ -18,25 +18,25 @@ from bert_dp.config.manifest import Shard, beyond
 from bert_dp.data import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-SAMPLED_BYTES = 2**30  # verified at the start of a run: about a second, regardless of the corpus size
+SAMPLED_BYTES = 2**30  # verified at the start of a run, in about a second for a corpus of any size
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
 
 
 class ShardWriter:
-    """Pack a stream of tokens into sequences of length S, and sequences into files of at most SHARD_BYTES."""
+    """Writer that packs tokens into sequences of length S, in files of at most SHARD_BYTES each."""
 
     def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
         self.directory, self.name, self.length = directory, name, sequence_length
-        self.counts = np.zeros(vocab_size, np.int64)  # of the tokens written
+        self.counts = np.zeros(vocab_size, np.int64)  # occurrences of each token id
         self.documents = self.sequences = 0
         self.shards: list[dict[str, Any]] = []
-        self._rest = np.empty(0, TOKEN)  # fewer than S tokens
+        self._rest = np.empty(0, TOKEN)  # tokens of an incomplete sequence
         self._file: BinaryIO | None = None
 
     def write(self, ids: np.ndarray) -> None:
-        """Append tokens [T]; write whole sequences to disk."""
+        """Append tokens [T], and write all complete sequences to disk."""
         ids = np.concatenate([self._rest, ids.astype(TOKEN, copy=False)])
         whole = len(ids) // self.length
         self._rest = ids[whole * self.length :]
@@ -58,7 +58,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """Close the open file; drop tokens of an incomplete sequence."""
+        """Close the open file. Tokens of an incomplete sequence are not written."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -81,7 +81,7 @@ class MaskVocabulary:
 
 
 class Shards:
-    """Memory-map the sequences of one split as one array, [n, S] uint16."""
+    """Memory-mapped sequences of one split, as one array [n, S] uint16."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Shards:
         *,
         checked: bool = True,
     ):
-        """Open the files. `checked`: `rows` refuses ids outside the vocabulary."""
+        """Open the files. `checked`: `rows` refuses token ids outside the vocabulary."""
         self.length, self._checked = manifest.sequence_length, checked
         mask_id = manifest.special_tokens["mask"]
         self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
@@ -103,21 +103,21 @@ class Shards:
         return int(self._starts[-1])
 
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Read the sequences at `index_B`, [B, S], in that order. Raises ConfigError for a token id outside
-        the vocabulary, for which the embedding has no row."""
+        """Return the sequences at `index_B` in the same order, [B, S]. Raises ConfigError for a token id
+        outside the vocabulary, because the embedding has no row for it."""
         out_BS = np.empty((len(index_B), self.length), TOKEN)
         shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
         for shard in np.unique(shard_B):
-            here = shard_B == shard
-            rows = self._maps[shard][index_B[here] - self._starts[shard]]
+            in_shard_B = shard_B == shard
+            rows = self._maps[shard][index_B[in_shard_B] - self._starts[shard]]
             if self._checked and (greatest := int(rows.max())) >= self.vocabulary.size:
                 raise ConfigError([_id_beyond(self._files[shard], greatest, self.vocabulary.size)])
-            out_BS[here] = rows
+            out_BS[in_shard_B] = rows
         return out_BS
 
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Find damage in shards chosen at random, anew at every start, until SAMPLED_BYTES have been read."""
+    """Return the damage found in randomly chosen shards of about SAMPLED_BYTES in total."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:
@@ -127,7 +127,7 @@ def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
 
 
 def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
-    """Compare a shard's SHA-256 and its largest token id with the manifest, chunk by chunk."""
+    """Compare a shard's SHA-256 and its largest token id with the manifest; return the differences."""
     digest, greatest = hashlib.sha256(), 0
     try:
         with file.open("rb") as opened:
@@ -152,7 +152,7 @@ def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
 
 
 def verify(directory: Path) -> list[Issue]:
-    """Find every problem by reading all shards: sizes, SHA-256, token ids. Empty = no problem."""
+    """Return every problem found by reading all shards: wrong sizes, SHA-256 hashes or token ids."""
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:
@@ -162,7 +162,7 @@ def verify(directory: Path) -> list[Issue]:
 
 
 def inspect(directory: Path) -> dict[str, Any]:
-    """Return the manifest, sample training sequences and problems as JSON values. Raises ConfigError."""
+    """Return the manifest, a few training sequences and all problems as JSON values. Raises ConfigError."""
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
     total = manifest.train.sequences
@@ -177,7 +177,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
-    """Compute nats per held-out token under add-one smoothed training counts [V]; None without tokens."""
+    """Return nats per held-out token under add-one smoothed counts [V] of train; None without tokens."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

@@ -1,8 +1,8 @@
 """Make micro batches from shards. Order and masks are pure functions of (seed, epoch, sample index).
 
-Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K.
-A *sample* is a position in the endless training stream; its epoch is sample // n, and its sequence is a
-permutation of sample % n. Nothing depends on the number of ranks, threads or micro batches.
+Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K. A *sample* is
+a position in the endless training stream. With n sequences, sample s belongs to epoch s // n and reads the
+sequence to which a permutation maps s % n. Batches do not depend on the number of ranks or threads.
 """
 
 import collections
@@ -46,7 +46,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class MlmBatch(TensorBatch):
-    """Micro batch of masked sequences. Positions are flat, b * S + s; seed_B seeds dropout."""
+    """Micro batch of masked sequences. Positions are flat indices b * S + s; seed_B seeds dropout."""
 
     ids_BS: Tensor
     positions_P: Tensor
@@ -63,7 +63,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: Any) -> NDArray[np.uint64]:
-    """Return 64-bit hashes of integers or integer arrays, broadcast together; at least one axis."""
+    """Hash integers or integer arrays, broadcast together, to 64 bits. The result has at least one axis."""
     state = np.zeros(1, U64)
     for part in parts:
         state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
@@ -71,9 +71,8 @@ def hash64(*parts: Any) -> NDArray[np.uint64]:
 
 
 def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network over the next even
-    number of bits, with cycle walking (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9). `index`: [B]
-    int64 in [0, size); `key`: [1] or [B] uint64. Returns [B] int64."""
+    """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network with cycle walking
+    (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9). Takes index [B] and key [1] or [B]; returns [B]."""
     half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = (U64(1) << half) - U64(1)
     keys = np.broadcast_to(key, index.shape)
@@ -95,9 +94,9 @@ def mask(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Choose exactly `num_masked` = K positions per row, and corrupt them 80/10/10 with deterministic counts.
 
-    Of K, round(K / 10) become a random ordinary token, round(K / 10) remain unchanged, and the rest become
-    <mask> (K = 32: 26 / 3 / 3, the recipe's counts; K = 16: 12 / 2 / 2, which is 75 / 12.5 / 12.5 %).
-    Returns ids [B, S], flat positions [B * K], labels [B * K].
+    Of the K positions, round(K / 10) get a random ordinary token, round(K / 10) keep their token, and the
+    rest get <mask>. For K = 32 the counts are 3, 3 and 26, as in the recipe; for K = 16 they are 2, 2 and 12,
+    or 12.5, 12.5 and 75 %. Returns ids [B, S], flat positions [B * K], labels [B * K].
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
@@ -135,9 +134,9 @@ def key32(seed_B: NDArray[np.uint64]) -> Tensor:
 def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
-    """Return this replica's share of the held-out sequences, dealt round-robin, with fixed masks. Every
-    replica gets the same number of batches, padded with rows whose labels are IGNORE: shapes stay static, and
-    engines that communicate in the forward pass stay in step."""
+    """Return this replica's batches of held-out sequences, with fixed masks. Batches are assigned to replicas
+    round-robin and padded with rows whose labels are IGNORE, so that all have the same shape and every
+    replica has the same number of batches, as engines that communicate in the forward pass require."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))
@@ -172,10 +171,10 @@ AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 class TrainingStream(Generic[AnyBatch]):
-    """Prefetch the micro batches of one replica in threads, in order. `make` builds the micro batch for given
-    positions in the training stream.
+    """Stream of one replica's micro batches, in order, prefetched by threads. `make` builds the micro batch
+    for given positions in the training stream.
 
-    From `start_sample` on, micro batches of `micro_size` samples are dealt round-robin to the replicas, so
+    Micro batches of `micro_size` samples are assigned to the replicas round-robin, from `start_sample` on, so
     that a replica's stream depends neither on accumulation nor on the batch ramp.
     """
 
@@ -199,10 +198,10 @@ class TrainingStream(Generic[AnyBatch]):
         self._queue: collections.deque[Future[AnyBatch]] = collections.deque()
         self._depth = 2 * workers
         self.wait_s = 0.0
-        """Total seconds that `next` has blocked."""
+        """Total seconds that calls of `next` have taken."""
 
     def next(self) -> AnyBatch:
-        """Return this replica's next micro batch, on the host; wait if the threads are behind."""
+        """Return this replica's next micro batch, in host memory; wait until the threads have built it."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())

@@ -1,10 +1,9 @@
 """Normalize texts, train and load tokenizers, and encode documents. Torch-free.
 
-Recipe (cramming, `tokenizer_preparation.py`): WordPiece with 32768 tokens, split at white space and
-punctuation, prefix `##`; the normalizer is part of the tokenizer, so that tokenizer.json includes it. One
-deviation: the recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII white space, dashes,
-quotes and ligatures, which joins adjacent words; this one first replaces them with ASCII. Documents are
-encoded in this process or in a pool of spawned processes.
+The default tokenizer follows the cramming recipe (its `tokenizer_preparation.py`): WordPiece with 32,768
+tokens and the prefix `##`, split at white space and punctuation. tokenizer.json includes the normalizer. The
+recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII white space, dashes, quotes and
+ligatures, which joins adjacent words; this normalizer first replaces these characters with ASCII.
 """
 
 import collections
@@ -42,19 +41,19 @@ UNK = SPECIALS[3]
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 ROBERTA = {"cls": "<s>", "sep": "</s>"}
 PREFIX = "##"
-MAX_ALPHABET = 1000  # characters; rarer ones become <unk>
+MAX_ALPHABET = 1000  # characters; rarer characters become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
-# replaced after NFKD and lower case; explicit characters, because classes such as \s depend on the Unicode
-# version
+# Replaced after NFKD and lower case. The characters are listed, because classes such as \s depend on the
+# Unicode version.
 WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 DASHES = (
     "[\u058a\u05be\u1400\u1806\u2010-\u2015\u2053\u207b\u208b\u2212\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u2e5d\u301c"
     "\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d\U00010d6e\U00010ead]"
 )
-# replaced after NFKD with a space, because they often separate words or numbers without one; excludes the
-# middle dot and the hyphenation point, which occur inside words
+# Replaced with a space after NFKD, because they often separate words or numbers that have no space between
+# them. The middle dot and the hyphenation point are excluded, because they occur inside words.
 SYMBOLS = (
     "[\u00a1-\u00b6\u00b8-\u00bf\u2020-\u2026\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u2e00-\u2e5d\u3001-\u3003"
     "\u3008-\u3020\u303d\U0001f000-\U0001faff]"
@@ -65,7 +64,7 @@ REPLACED = (
     ("[\u2018-\u201b\u2032\u2035\u2039\u203a]", "'"),
     ("[\u00ab\u00bb\u201c-\u201f]", '"'),
     ("\u00d7", "x"),  # multiplication sign
-    ("\u2044", "/"),  # fraction slash, also in vulgar fractions after NFKD
+    ("\u2044", "/"),  # fraction slash, which NFKD also puts into vulgar fractions
     ("\u00e6", "ae"),
     ("\u0153", "oe"),
     ("\u00df", "ss"),
@@ -77,11 +76,11 @@ REPLACED = (
 )
 NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD: = < > and a combining stroke
 FRACTIONS = "\u00bc\u00bd\u00be\u2189" + "".join(map(chr, range(0x2150, 0x2160)))
-RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # digits, SM and TM
+RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # digits, SM, TM
 
 
 class _CharacterTable(dict[int, str]):
-    """Table for str.translate from code points to their normal forms, filled on demand."""
+    """Table for str.translate that maps code points to their normalized text, filled on demand."""
 
     def __missing__(self, code: int) -> str:
         self[code] = text = normalizer().normalize_str(chr(code))
@@ -92,7 +91,7 @@ _table = _CharacterTable()
 
 
 def normalize(text: str) -> str:
-    """Normalize like `normalizer()`, but in Python, which is faster than encoding with a normalizer."""
+    """Normalize a text as `normalizer()` does, but in Python, because this makes encoding faster."""
     text = text.replace("``", '"').replace("''", '"')
     if not text.isascii():
         text = NON_ASCII.sub(lambda run: run[0].translate(_table), text)
@@ -101,16 +100,16 @@ def normalize(text: str) -> str:
 
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
-    """Return the normalizer: replace TeX-style quote pairs with ", apply NFKD and lower case, replace
-    characters that have an ASCII equivalent (REPLACED), drop other non-ASCII, collapse spaces. Apart from
-    quote pairs and spaces, no result depends on neighbouring characters; `normalize` relies on it."""
+    """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD and lower case, replaces
+    characters that have an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
+    spaces. Except in quote pairs and spaces, it treats each character separately, as `normalize` requires."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
-            # 1\u00bd is 1 1/2, not 11/2, and 10\u00b2 is not 102; one by one, because a zero-width match
-            # corrupts the alignment
+            # so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; one pattern per sign,
+            # because a zero-width match corrupts the alignment
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -122,8 +121,8 @@ def normalizer() -> normalizers.Normalizer:
 
 
 def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
-    """Return a function of a text and its token ids that counts letters (Unicode category L) and, of these,
-    lost letters: dropped by the normalizer of `tokenizer`, or part of an `unk` token."""
+    """Return a function that takes a text and its token ids and returns the number of letters (Unicode
+    category L) and of lost letters: letters that the normalizer drops or that are part of an `unk` token."""
     normalizer = tokenizer.normalizer
 
     @functools.cache
@@ -158,7 +157,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 def train(
     sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens, or fewer if the sample is small. Deterministic."""
+    """Train a tokenizer of `vocab_size` tokens, or fewer for a small sample. The result is deterministic."""
     texts = [normalize(text) if with_normalizer else text for text in sample]
     learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
     tokenizer = learn(texts, vocab_size)
@@ -171,12 +170,12 @@ def train(
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
-    # `tokenizers` numbers ## letters in hash-map order and breaks ties by number (its issue 1794), so number
-    # them here in advance
+    # `tokenizers` assigns ids to ## letters in hash-map order and breaks ties by id (tokenizers issue 1794),
+    # so their ids are assigned in advance
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
-    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # thirds: letters, ## letters, words
+    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # one third each: letters, ## letters, words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
     learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -211,7 +210,7 @@ def _train_byte_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.TemplateProcessing:
-    """Return a processor that frames texts as <cls> A <sep> or <cls> A <sep> B <sep>, as in finetuning."""
+    """Return a post-processor that encodes texts as <cls> A <sep> or <cls> A <sep> B <sep>."""
     cls, sep = (tokenizer.id_to_token(special[role]) for role in ("cls", "sep"))
     return processors.TemplateProcessing(
         single=[cls, "$A", sep],
@@ -221,8 +220,8 @@ def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.Templ
 
 
 def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int | None:
-    """Return the number of separators between two texts in the frame of a tokenizer without padding or
-    truncation: 1, or 2 (RoBERTa's `</s></s>`); None for any other frame."""
+    """Return the number of separators that `tokenizer` puts between two texts: 1, or 2 (RoBERTa's
+    `</s></s>`). None if it adds special tokens in any other way. Its padding and truncation must be off."""
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
     single, pair = tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids
@@ -233,8 +232,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Return the tokenizer at `path`, modified to frame texts as in finetuning, without padding or
-    truncation; None if it does so already."""
+    """Return the tokenizer at `path`, changed to add the special tokens that finetuning uses and to neither
+    pad nor truncate. None if no change is needed."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
@@ -271,8 +270,8 @@ def size(tokenizer: Tokenizer) -> int:
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Find ids by role (pad, unk, cls, sep, mask), spelled `<role>`, `[ROLE]`, or RoBERTa's `<s>`, `</s>`.
-    Raises ConfigError with every role that the tokenizer `name` lacks."""
+    """Return special token ids by role (pad, unk, cls, sep, mask). The spellings are `<role>`, `[ROLE]` and
+    RoBERTa's `<s>` and `</s>`. Raises ConfigError with every role that the tokenizer `name` lacks."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -290,19 +289,19 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     """Return `num_special`, the lowest id that a random replacement may have. Special tokens in the upper
-    half of the vocabulary are ignored, because some tokenizers (ModernBERT) put theirs at the end; a random
-    replacement then hits one of them a few times in 50 000."""
+    half of the vocabulary are ignored, because some tokenizers (such as ModernBERT's) have theirs at the end;
+    a few of 50,000 random replacements are then special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
 
 def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
-    """Return data.build.max_tokens_per_char, or a default: a quadratic in log2(32,768 / vocab_size), 0.25 at
-    32,768 as in the recipe.
+    """Return data.build.max_tokens_per_char, or its default: a quadratic in log2(32,768 / vocab_size) that
+    equals the recipe's 0.25 at 32,768.
 
-    It drops about 4 % of clean English at every vocabulary size: of 45,896 paragraphs of OpenStax textbooks
-    and Wikipedia, 3.9 to 4.4 % with WordPiece vocabularies of 4,096 to 65,535 trained on them (2026-11-27). A
-    constant 0.25 would drop 18 % at 8,192.
+    The default drops about 4 % of clean English at every vocabulary size: 3.9 to 4.4 % of 45,896 paragraphs
+    of OpenStax textbooks and Wikipedia, with WordPiece vocabularies of 4,096 to 65,535 tokens trained on them
+    (2026-11-27). A constant 0.25 would drop 18 % with 8,192 tokens.
     """
     if options.max_tokens_per_char is not None:
         return options.max_tokens_per_char
@@ -318,20 +317,20 @@ SHINGLE_WORDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class EncodedDocuments:
-    """D documents, in order, that were kept from a batch of N."""
+    """D documents that were kept from a batch of N, in their original order."""
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
     lengths: np.ndarray  # [D] int64, tokens including sep
     keys: np.ndarray  # [D] uint64, hash of the text, which determines the split
     contents: np.ndarray  # [D] uint64, hash of the token ids, equal for duplicates
-    sketches: list[Any]  # [D] rensa.RMinHash, or empty
+    sketches: list[Any]  # [D] rensa.RMinHash; empty without near dedup
     counts: list[int]  # over all N documents, in the order of COUNTS
-    empty: int
-    filtered: int
+    empty: int  # documents without tokens
+    filtered: int  # documents with too many tokens per character
 
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yield lists of up to BATCH_DOCUMENTS documents, ending early at BATCH_CHARS characters."""
+    """Yield lists of documents. A list ends at BATCH_DOCUMENTS documents or BATCH_CHARS characters."""
     batch, chars = list[str](), 0
     for text in documents:
         batch.append(text)
@@ -357,7 +356,7 @@ def make_encoder(tokenizer_json: str, options: BuildConfig) -> Callable[[list[st
     for each in (whole, tokenizer):
         each.no_padding()
         each.no_truncation()
-        each.encode_special_tokens = True  # "<mask>" in a text is text
+        each.encode_special_tokens = True  # "<mask>" in a text is not a special token
     rate, near = max_tokens_per_char(options, size(whole)), options.dedup == "near"
 
     def encode(texts: list[str]) -> EncodedDocuments:
@@ -402,8 +401,8 @@ def _shingles(text: str) -> list[str]:
 def encode_all(
     batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
-    """Encode numbered batches in `processes` spawned processes (1 = in this process), preserving their order.
-    At most three batches per process are in memory. The processes exit with this one, however it exits."""
+    """Encode numbered batches in `processes` spawned processes (1 = this process); yield them in order. At
+    most three batches per process are in memory. The processes exit with this one, even if it is killed."""
     if processes == 1:
         encode = make_encoder(tokenizer_json, options)
         for index, texts in batches:
@@ -445,7 +444,7 @@ def _start(tokenizer_json: str, options: BuildConfig) -> None:
     _encoder = make_encoder(tokenizer_json, options)
 
 
-_encoder: Callable[[list[str]], EncodedDocuments] | None = None  # of a spawned process
+_encoder: Callable[[list[str]], EncodedDocuments] | None = None  # set in a spawned process
 
 
 def _encode(texts: list[str]) -> EncodedDocuments:

@@ -1,7 +1,7 @@
-"""Make the transfer set for distillation: augmented copies of examples as in Tang et al. 2019 (arXiv
+"""Make the transfer set for distillation: examples with augmented copies as in Tang et al. 2019 (arXiv
 1903.12136), or the texts in a file of a teacher's logits. Torch-free.
 
-A copy depends only on the seed, the example and the number of the copy.
+A copy depends only on the seed, the example's number and the copy's number.
 """
 
 import collections
@@ -26,15 +26,15 @@ from bert_dp.examples.table import CustomData, LabelledData, LabelledTable, Row,
 MASK_RATE = REPLACE_RATE = 0.1  # of words
 CUT_RATE = 0.25  # of texts
 LONGEST_CUT = 5  # words
-MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token to be sampled by a language model
-HOLE_ID = 2**16 - 1  # id of HOLE before sampling; no vocabulary has it
+MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a language model samples
+HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
 
 Substitute = Callable[[str, int, Random], str]
-"""(text, index of the word to replace, random generator) -> replacement word."""
+"""Function of a text, the index of one of its words, and a random generator; returns a replacement word."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
-    """Mask words, replace words, and reduce the text to one n-gram, each with its rate."""
+    """Return the text with some words masked or replaced, and sometimes cut to one n-gram."""
     words = text.split()
     for index in range(len(words)):
         x = draw.random()
@@ -61,7 +61,7 @@ def copy_of(
 
 
 class SameTagWords:
-    """Replace a word with one of the same part of speech, sampled by frequency in the training texts."""
+    """Substitute that samples words of the same part of speech by their frequency in the training texts."""
 
     def __init__(self, texts: Iterable[str], tag: Callable[[list[str]], list[str]]):
         self._tags = {text: tag(text.split()) for text in texts}
@@ -78,14 +78,14 @@ class SameTagWords:
 
 
 def load_tagger() -> Callable[[list[str]], list[str]]:
-    """Return HanTa's English tagger: words to tags. Raises ConfigError without the extra `pos`."""
+    """Return HanTa's English part-of-speech tagger. Raises ConfigError if the extra `pos` is missing."""
     tagger = require("HanTa.HanoverTagger", "pos", "--replace: pos").HanoverTagger("morphmodel_en.pgz")
     return lambda words: [tag for _, _, tag in tagger.tag_sent(words)]
 
 
 @dataclasses.dataclass(frozen=True)
 class AugmentedData:
-    """Data set with augmented copies of the training examples."""
+    """Data set whose training examples include augmented copies."""
 
     data: GlueData | CustomData
     seed: int
@@ -93,16 +93,16 @@ class AugmentedData:
     """Copies per example, before duplicates are dropped."""
     replace: Literal["pos", "mlm", "none"]
     model: Path | None = None
-    """Checkpoint of the masked language model that samples words."""
+    """Checkpoint of the masked language model that samples words, for `replace` = mlm."""
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change when the data change. Raises ConfigError."""
-        drawn_by = None if self.model is None else files.weights_hash(self.model)
-        own = {"seed": self.seed, "copies": self.copies, "replace": self.replace, "model": drawn_by}
+        """Return values that change with the data, the settings or the model. Raises ConfigError."""
+        weights = None if self.model is None else files.weights_hash(self.model)
+        own = {"seed": self.seed, "copies": self.copies, "replace": self.replace, "model": weights}
         return {**self.data.identity(), **own}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data and add copies, except those that repeat an example. Raises ConfigError."""
+        """Read the data and add copies, except copies that repeat an example. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
         substitute: Substitute = lambda *_: HOLE  # noqa: E731
@@ -124,24 +124,24 @@ class AugmentedData:
     def fill_holes(self, ids: NDArray[np.uint16], offsets: NDArray[np.int64]) -> None:
         """Replace each HOLE_ID in encoded examples, in place, with a token sampled from the model."""
         if self.model is not None and (ids == HOLE_ID).any():
-            from bert_dp.evaluation import teacher  # with torch
+            from bert_dp.evaluation import teacher  # imports torch
 
             teacher.fill_holes(self.model, ids, offsets, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitsData:
-    """Data set with training texts, and any teacher's logits for them, from a JSONL file."""
+    """Data set whose training texts, with a teacher's logits, come from a JSONL file."""
 
     data: GlueData | CustomData
     file: str
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change when the data change. Raises ConfigError."""
+        """Return values that change with the data or the file of logits. Raises ConfigError."""
         return {**self.data.identity(), "logits": readers.file_identity(Path(self.file))}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, with the file as train. Raises ConfigError."""
+        """Read the data, and replace train by the texts and logits of the file. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         outputs = max(1, len(labelled.labels))
         columns = ("text", "text_pair")[: len(labelled.tables[TRAIN].rows[0].texts)]

@@ -1,4 +1,4 @@
-"""Define the GLUE tasks, and read their files from folders and tars. Torch-free.
+"""Define the GLUE tasks, and read their files from folders and tar archives. Torch-free.
 
 Row counts, columns and label order match the published data set (https://gluebenchmark.com/tasks, and
 `nyu-mll/glue` on the hub).
@@ -36,7 +36,7 @@ def _rows(*counts: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class GlueDefinition:
-    """Files of a task: one SPLIT.tsv per split."""
+    """Columns, labels and metrics of a GLUE task, and the number of rows of each file, SPLIT.tsv."""
 
     texts: tuple[str, ...]
     label: str
@@ -47,7 +47,7 @@ class GlueDefinition:
     header: tuple[str, ...] = ()
     """Columns of train and dev if the files have no header."""
     other_train_rows: int = 0
-    """Alternative number of train rows that also counts as complete."""
+    """Another number of train rows that counts as complete."""
 
     @property
     def kind(self) -> LabelKind:
@@ -72,7 +72,7 @@ TASKS = {
         ZERO_ONE,
         ("accuracy", "f1", "auc"),
         _rows(363_846, 40_430, 390_965),
-        # some rows in train.tsv are broken by line ends; row counts of loaders differ by three
+        # train.tsv has rows broken by line ends, so that the row counts of loaders differ by three
         other_train_rows=363_849,
     ),
     "MNLI": GlueDefinition(
@@ -88,7 +88,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """GLUE task and the places of its files; each file is read from the first of `places` that has it."""
+    """GLUE task and the folders and tars of its files. Each file is read from the first place that has it."""
 
     task: str
     places: tuple[Path, ...]
@@ -99,7 +99,7 @@ class GlueData:
             raise data_error("--task", "unknown", f"{self.task} is not a GLUE task", hint, self.task)
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change when a file does, without reading it. Raises ConfigError."""
+        """Return the task and the path, size and modification time of each file. Raises ConfigError."""
         files: list[Path] = []
         for place in self.places:
             named = [place / name for name in self._names() if (place / name).exists()]
@@ -107,7 +107,7 @@ class GlueData:
         return {"task": self.task, "files": list(map(readers.file_identity, files))}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read and check every file. Raises ConfigError."""
+        """Read and check every file, or only train's if `train_only`. Raises ConfigError."""
         task, names = TASKS[self.task], self._names()[: 1 if train_only else None]
         files: dict[str, bytes] = {}
         for place in self.places:
@@ -128,7 +128,7 @@ class GlueData:
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the train and dev files of each task that are not in `places`. Raises ConfigError."""
+    """Return, by task, the train and dev files that none of `places` has. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
         present = read_files(place, [file for files in absent.values() for file in files], content=False)
@@ -137,8 +137,8 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Read those of `names` ("RTE/train.tsv") that a folder or tar contains; in a tar, below any folder.
-    Nothing is extracted to disk. Without `content`, the bytes are empty. Raises ConfigError."""
+    """Return the bytes of those files in `names`, such as "RTE/train.tsv", that a folder, or any folder of a
+    tar, contains; empty bytes without `content`. Nothing is extracted to disk. Raises ConfigError."""
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():
@@ -153,7 +153,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                 if count == MAX_MEMBERS:
                     raise data_error(str(place), "damaged", f"more than {count} files", "pass a tar of GLUE")
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
-                if wanted and wanted[0] not in found and member.isreg():  # a link is not followed
+                if wanted and wanted[0] not in found and member.isreg():  # links are not followed
                     if content and member.size > MAX_FILE_BYTES:
                         size = f"{member.name} has {member.size} bytes"
                         raise data_error(str(place), "damaged", size, "download it again")
@@ -163,7 +163,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                     break
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
         fix = "download it again; for a zip, unpack it and pass the folder"
-        raise data_error(str(place), "damaged", "not a tar, or a damaged one", fix) from None
+        raise data_error(str(place), "damaged", "not a tar, or a damaged tar", fix) from None
     except OSError as error:
         message = f"cannot be read ({error.strerror or error})"
         raise data_error(str(error.filename or place), "not_found", message, "check the file") from None

@@ -1,6 +1,6 @@
-"""Prepare labelled texts for finetuning: token ids and labels in a cache directory. Torch-free.
+"""Convert labelled texts to token ids and labels in a cache directory, for finetuning. Torch-free.
 
-The launcher runs `python -m bert_dp.examples.prepare` and passes on its options.
+The launcher runs `python -m bert_dp.examples.prepare` with the options of its verb.
 """
 
 import argparse
@@ -55,8 +55,8 @@ class EncodedExamples:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleEncoder:
-    """Encode examples as `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids; RoBERTa
-    tokenizers put two separators between the texts."""
+    """Encoder of examples as `<cls> A <sep>` or `<cls> A <sep> B <sep>`, with at most `length` token ids.
+    RoBERTa's tokenizers put two separators between the texts."""
 
     tokenizer: Tokenizer
     special: dict[str, int]
@@ -67,23 +67,23 @@ class ExampleEncoder:
     separators: int = 1
     """Number of separators between two texts."""
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Placeholder characters of bert_dp.examples.augment -> token ids."""
+    """Token ids of the placeholder characters that bert_dp.examples.augment puts into texts."""
     fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
-    """Callback that receives `ids` and `offsets` and replaces ids equal to HOLE_ID in place."""
+    """Callback that receives `ids` and `offsets` and replaces each HOLE_ID in place."""
 
     @classmethod
     def load(cls, path: Path, length: int) -> Self:
-        """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
+        """Make an encoder from a tokenizer.json. Raises ConfigError, also if a special token is missing."""
         tokenizer = tokens.load(path)
         special = tokens.special_ids(tokenizer, str(path))
         tokenizer.no_padding()
         tokenizer.no_truncation()
         separators = tokens.separators_between(tokenizer, special) or 1
-        tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
+        tokenizer.encode_special_tokens = True  # "<sep>" in a text is not a special token
         return cls(tokenizer, special, length, separators=separators)
 
     def encode(self, examples: Sequence[tuple[str, ...]]) -> EncodedExamples:
-        """Tokenize, truncate and frame the examples."""
+        """Tokenize and truncate the examples, and add the special tokens."""
         rows, textless = list[list[int]](), list[int]()
         truncated = letters = lost_letters = 0
         head = [self.special["cls"]] if self.has_cls else []
@@ -110,11 +110,11 @@ class ExampleEncoder:
         return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
 
     def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
-        """Return True if every text of some example has tokens. Stops after the first such batch."""
+        """Return True if there is an example whose texts all have tokens."""
         return any(all(parts) for parts in self._parts(examples))
 
     def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
-        """Yield, for each example, the ids of each of its texts, without special tokens."""
+        """Yield for each example the token ids of each of its texts, without special tokens."""
         for start in range(0, len(examples), BATCH_EXAMPLES):
             batch = examples[start : start + BATCH_EXAMPLES]
             pieces = [*chain.from_iterable(batch)]
@@ -126,30 +126,30 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Join the ids of a text's marks and of its pieces, taken from `pieces`."""
+        """Return the ids of a text: the ids of its pieces, read from `pieces`, separated by its marks."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
         return ids
 
 
-def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
-    """Truncate one or two parts to `room` tokens in total: drop tokens from the end of the longer part, or of
-    the second if both have the same length."""
+def truncate(parts: list[list[int]], limit: int) -> list[list[int]]:
+    """Truncate one or two parts to `limit` tokens in total: drop tokens from the end of the longer part, or
+    of the second part if both have the same length."""
     if len(parts) == 1:
-        return [parts[0][:room]]
+        return [parts[0][:limit]]
     first, second = parts
-    keep_second = min(len(second), max(room // 2, room - len(first)))
-    return [first[: room - keep_second], second[:keep_second]]
+    keep_second = min(len(second), max(limit // 2, limit - len(first)))
+    return [first[: limit - keep_second], second[:keep_second]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the answer; return the exit code of run_command."""
+    """Run the command that the options describe, print its answer and return the exit code."""
     return run_command(lambda: answer(argv))
 
 
 def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or for `missing` the absent GLUE files as JSON. Raises ConfigError."""
+    """Return the prepared directory, or the missing GLUE files as JSON. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     parser.add_argument("verb", choices=["missing", "prepare"])
     parser.add_argument("--dev-share", type=float, default=0.0)
@@ -196,7 +196,7 @@ def prepare(
     """Return the prepared directory and its manifest; build the directory in the cache on first use.
 
     `length`: maximum tokens per example. `dev_share`: share of train to move to dev, sampled with `seed`; 0 =
-    dev is a file. If several processes call it at once, one builds and the others wait. Raises ConfigError.
+    dev is a file. If several processes call this at once, one builds and the others wait. Raises ConfigError.
     """
     if issues := record.cache_issues():
         raise ConfigError(issues)
@@ -244,8 +244,8 @@ def _build(
     for split, table in labelled.tables.items():
         encoded = encoder.encode([row.texts for row in table.rows])
         if len(encoded.textless) == len(table.rows):
-            message, fix = f"{tokenizer} yields no tokens for its texts", "choose a run whose tokenizer does"
-            raise tables.data_error(table.name, "unsupported", message, fix)
+            message = f"the tokenizer {tokenizer} produces no tokens for these texts"
+            raise tables.data_error(table.name, "unsupported", message, "choose a run with another tokenizer")
         arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
         splits[split] = {
             "source": table.name,
@@ -284,7 +284,7 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score a constant answer on a split: the most frequent label, or mean score, in train."""
+    """Score a constant prediction on dev or test: train's most frequent label or mean; None if unlabelled."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -292,12 +292,12 @@ def _baseline(
 
 
 def _key(row: Row) -> int:
-    """Hash the texts of an example to 64 bits, ignoring case and white space."""
+    """Return a 64-bit hash of an example's texts, ignoring their case and white space."""
     return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of each class in train to dev, by a hash of seed and texts. Raises ConfigError."""
+    """Move a share of each class from train to dev by a hash of seed and texts. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -310,7 +310,7 @@ def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> Labelled
     for row in whole.rows:
         rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
-        message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
+        message = f"a dev share of {share:g} of {len(whole.rows)} examples leaves {empty[0]} empty"
         raise tables.data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False

@@ -1,7 +1,7 @@
 """Read rows of labelled texts, check their column types, and store encoded examples. Torch-free.
 
-A file of examples contains `ids` uint16 [T], the tokens of all examples; `offsets` int64 [n + 1], their
-bounds; and `labels`, if known: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n].
+A file of n examples contains `ids` uint16 [T], the tokens of all examples; `offsets` int64 [n + 1], their
+bounds; and `labels`, if known: int64 [n], for multi_label uint8 [n, L], for regression float32 [n].
 """
 
 import contextlib
@@ -36,7 +36,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 SEPARATOR_FIX = "fields are separated by commas in .csv and by tabs in .tsv"
 COLUMN_FIX = f"choose a column with --text, --text-pair or --label; {SEPARATOR_FIX}"
 SCORES_FIX = "pass --kind regression if the labels are scores"
-MAX_BYTES = 2**31  # of a split's file, which is read into memory
+MAX_BYTES = 2**31  # of a split's file, because the whole file is read into memory
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
@@ -52,7 +52,7 @@ METRICS: dict[LabelKind, tuple[Metric, ...]] = {
 csv.field_size_limit(MAX_DOCUMENT_BYTES)
 
 Label = tuple[str, ...] | float | None
-"""Names (one, or any number for multi_label), a regression score, or None if the file has no label."""
+"""Label names (one, or any number for multi_label), a regression score, or None without a label."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,22 +104,22 @@ class LabelledData:
 
 @dataclasses.dataclass(frozen=True)
 class CustomData:
-    """User's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
+    """A user's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
 
     files: dict[str, str]
     columns: Columns
     kind: LabelKind | None
-    """None = single_label, but scores are refused."""
+    """None = single_label, but numbers with decimals are refused."""
     finds_pair: bool = False
-    """Use the column PAIR of train, if it exists, as the second text."""
+    """True = use the column PAIR of train, if it exists, as the second text."""
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change when a file does, without reading it. Raises ConfigError."""
+        """Return the settings, and the path, size and modification time of each file. Raises ConfigError."""
         files = {split: readers.identity(_source(name)) for split, name in self.files.items()}
         return dataclasses.asdict(self) | {"files": files}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read and check every file. Raises ConfigError."""
+        """Read and check every file, or only train's if `train_only`. Raises ConfigError."""
         columns, kind = self.columns, self.kind or "single_label"
         train = read_table(self.files[TRAIN], columns, TRAIN, kind, finds_pair=self.finds_pair)
         if len(train.rows[0].texts) > len(columns.texts):
@@ -133,8 +133,8 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. In test, either all or no rows may lack labels. `finds_pair`: use a column
-    PAIR as the second text. Raises ConfigError."""
+    """Read the rows of a file. Either all rows of test have labels or none has. `finds_pair`: use the column
+    PAIR, if it exists, as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
     for place, record in _records(source, columns, split):
@@ -167,7 +167,7 @@ def _source(name: str) -> readers.Source:
 
 
 def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place and record of every row. Raises ConfigError."""
+    """Yield the place, such as "line 7", and the record of every row. Raises ConfigError."""
     if source.path is None or source.format not in DIALECTS:
         keys = [*columns.texts, columns.label, PAIR]
         yield from readers.records(source, keys, "validation" if split == "dev" else split)
@@ -183,16 +183,16 @@ def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[t
 def data_error(
     name: str, kind: IssueKind, message: str, hint: str | None = None, value: Any = None
 ) -> ConfigError:
-    """Return the ConfigError for one problem in the file `name`."""
+    """Return a ConfigError for one problem in the file `name`."""
     return ConfigError([Issue(name, kind, message, value, hint=hint)])
 
 
 def read_delimited(
     name: str, lines: Iterator[str], format: str, columns: Columns, header: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, str], int]]:
-    """Yield the place, the fields by name and the number of surplus fields of each row in a csv or tsv. The
-    number is negative if fields are missing. `header`: columns of a file without a header. A blank line is an
-    empty text in a one-column table, and skipped in wider tables. Raises ConfigError."""
+    """Yield the place, the fields by column and the number of surplus fields (negative if fields are missing)
+    of each row in a csv or tsv. `header`: columns of a file without a header. A blank line is an empty text
+    in a table with one column, and is skipped in a wider table. Raises ConfigError."""
     reader = csv.reader(lines, **DIALECTS[format])
     end = 0  # last line of the previous row
     try:
@@ -212,7 +212,7 @@ def read_delimited(
 
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
-    """Convert a record to a row; raise ConfigError for wrong types. Test sets may omit the label."""
+    """Convert a record to a row. In test, a label may be missing. Raises ConfigError for wrong types."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
@@ -231,8 +231,8 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
 
 
 def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
-    """Convert a label's cell to names (for multi_label: a list, a JSON list, or text separated by |) or to a
-    score. Raises ValueError."""
+    """Convert the value of a label column to label names, or to a score for regression. For multi_label it is
+    a list, a JSON list, or text separated by |. Raises ValueError."""
     if kind == "regression":
         return _score(cell)
     if kind == "single_label":
@@ -245,7 +245,7 @@ def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
 
 
 def _name(value: Any) -> str:
-    """Convert a value to a label name. Whole numbers have a unique name: 0.0 and "0.0" become "0"."""
+    """Convert a value to a label name. A whole number has one name: 0, 0.0 and "0.0" become "0"."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):
@@ -265,9 +265,9 @@ def _score(value: Any) -> float:
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return the label names in train, sorted as numbers if all are integers, else as text; regression: ().
-    `kind`: None = single_label, but numbers with decimals are refused because they are probably scores.
-    Raises ConfigError, also for too few or too many different labels."""
+    """Return the label names in train, sorted as numbers if all are integers, otherwise as text; () for
+    regression. If `kind` is None, numbers with decimals are refused, because they are probably scores. Raises
+    ConfigError, also for too few or too many different labels."""
     found: set[Any] = set()
     for row in train.rows:
         found.update(row.label if isinstance(row.label, tuple) else [row.label])
@@ -288,8 +288,8 @@ def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]
 
 
 def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDArray[Any]:
-    """Return the labels of all rows: int64 [n]; multi_label: uint8 [n, L]; regression: float32 [n]. Raises
-    ConfigError for a label that is not in `names`."""
+    """Return the labels of all rows: int64 [n], for multi_label uint8 [n, L], for regression float32 [n].
+    Raises ConfigError for a label that is not in `names`."""
     if kind == "regression":
         return np.array([row.label for row in table.rows], LABEL_TYPES[kind])
     index = {name: i for i, name in enumerate(names)}
@@ -297,7 +297,7 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for row in table.rows:
         assert isinstance(row.label, tuple)
         if unknown := [name for name in row.label if name not in index]:
-            message = f"{row.place}: label {unknown[0]!r} is not among train's {[*names[:8]]}"
+            message = f"{row.place}: label {unknown[0]!r} is not one of train's labels {[*names[:8]]}"
             is_score = WITH_DECIMALS.fullmatch(unknown[0])
             fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
             raise data_error(table.name, "unknown", message, fix, unknown[0])
@@ -311,13 +311,13 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
 
 
 def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
-    """Convert logits to predicted labels, with the types in LABEL_TYPES."""
+    """Convert logits [n, L] to predicted labels, with the types in LABEL_TYPES."""
     if kind == "single_label":
         return logits_NL.argmax(1)
     return (logits_NL > 0 if kind == "multi_label" else logits_NL[:, 0]).astype(LABEL_TYPES[kind])
 
 
-LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits for the k-th part of train
+LOGITS = "logits-{:05d}.safetensors"  # file with a teacher's logits for part k of train
 
 
 def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.float32]:
@@ -386,7 +386,7 @@ class Examples:
         return bool(0 <= labels.min() <= labels.max() <= most)
 
     def save(self, path: Path) -> str:
-        """Write the file, and return its SHA-256."""
+        """Write the examples to a file and return its SHA-256."""
         arrays: dict[str, NDArray[Any]] = {"ids": self.ids, "offsets": self.offsets}
         if self.labels is not None:
             arrays["labels"] = self.labels
@@ -397,7 +397,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @functools.cached_property  # every micro batch reads it
+    @functools.cached_property  # cached, because every micro batch reads it
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens in each example, [n]."""
         return np.diff(self.offsets)

@@ -1,6 +1,6 @@
-"""Create optimizers, one file each, and learning-rate schedules.
+"""Create optimizers and compute the learning rate.
 
-A new optimizer is a file here with a function `make` and a row of `OPTIMIZERS` in bert_dp/config/engines.py.
+A new optimizer needs a file with a function `make` and a row in `OPTIMIZERS` of bert_dp/config/engines.py.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_update  # torch.optim's module, not our adamw.py
+from torch.optim.adamw import adamw as adamw_update  # torch.optim's module, not adamw.py of this package
 
 from bert_dp.config import ConfigError, Issue, OptimConfig
 from bert_dp.config.own_code import load_function
@@ -28,9 +28,9 @@ def make_optimizer(
     compiled: bool = False,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>`, or of the user's file. By the
-    names in `named`, `model` decides which parameters are decayed and which are matrices. `precision`: the
-    run's. The learning rate is set before every step."""
+    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>` or with the user's function.
+    `model` decides by name which parameters have weight decay and which are matrices. `precision`: the run's
+    precision. The training loop sets the learning rate before every step."""
     is_own = CODE.fullmatch(config.name) is not None
     make = (
         load_function(config.name) if is_own else importlib.import_module(f"bert_dp.optim.{config.name}").make
@@ -45,16 +45,16 @@ def make_optimizer(
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap a user's optimizer to clip and skip, at the cost of a host sync, unless it does so itself like
-    `Optimizer` and torch's fused optimizers. The first step raises ConfigError if a checkpoint cannot store
-    the state."""
-    step, is_ours = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
+    """Wrap `step` of a user's optimizer to clip and skip, which costs a host sync, unless the optimizer does
+    it itself (`Optimizer`, torch's fused optimizers). The first step raises ConfigError if a checkpoint
+    cannot store the optimizer's state."""
+    step, clips = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_checked = False
 
     def checked(*_: Any) -> None:
         nonlocal is_checked
-        if not is_ours:
+        if not clips:
             if optimizer.found_inf:  # type: ignore[attr-defined]
                 return
             for p in (p for p in parameters if p.grad is not None):
@@ -63,7 +63,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "must keep a state for every parameter: scalar tensors or tensors of its shape"
+                message = "must keep state for every parameter: scalar tensors or tensors of the same shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]
@@ -85,7 +85,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, is_decayed: Callable[[str], bool]
 ) -> list[dict[str, object]]:
-    """Split parameters into two groups, in the order of `named`: with and without weight decay."""
+    """Split parameters, in the order of `named`, into a group with weight decay and a group without."""
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named:
         groups[is_decayed(name)].append(parameter)
@@ -94,26 +94,26 @@ def parameter_groups(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base class that clips and skips without a host sync, like torch's fused AdamW: before `step` an engine
-    sets `grad_scale` and `found_inf`, float32 device scalars, and `sharded_sums`."""
+    """Base class of optimizers that clip and skip without a host sync, like torch's fused AdamW. Before
+    `step`, the engine sets `sharded_sums` and the float32 device scalars `grad_scale` and `found_inf`."""
 
     grad_scale: Tensor | None = None
     """Divisor of the gradients."""
     found_inf: Tensor | None = None
-    """1.0 = change nothing in this step."""
+    """1.0 = skip this step, 0.0 = take it."""
     sharded_sums: Callable[[Tensor], Tensor] | None = None
-    """On a rank with parts of tensors: maps [k, N] sums over the parts, N in the order of the optimizer's
+    """Function from sums over this rank's parts of the N tensors, [k, N] in the order of the optimizer's
     parameters, to sums over the whole tensors."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (keep, divisor), scalars with the device and dtype of `like`: keep is 0 to skip the step,
-        else 1; gradients are divided by divisor."""
+        """Return (keep, divisor), scalars with the device and dtype of `like`. `keep` is 0 to skip the step,
+        else 1; `divisor` divides the gradients."""
         skip = torch.zeros((), device=like.device) if self.found_inf is None else self.found_inf
         divisor = torch.ones((), device=like.device) if self.grad_scale is None else self.grad_scale
         return 1.0 - skip.to(like.dtype), divisor.to(like.dtype)
 
     def adam_state(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return exp_avg, exp_avg_sq and step for each of `params`; zeros before the first step."""
+        """Return lists of exp_avg, exp_avg_sq and step of `params`, which are zero before the first step."""
         for p in params:
             if not self.state[p]:
                 self.state[p] = {
@@ -126,7 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         return exp_avgs, exp_avg_sqs, steps
 
     def adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update `params`, which must have gradients, by torch's fused AdamW kernel."""
+        """Update `params`, which must have gradients, with torch's fused AdamW kernel."""
         exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
         beta1, beta2 = group["betas"]
         adamw_update(

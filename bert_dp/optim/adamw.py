@@ -1,4 +1,4 @@
-"""Create AdamW (arXiv 1711.05101), torch's fused implementation."""
+"""Create torch's fused AdamW (arXiv 1711.05101)."""
 
 import torch
 

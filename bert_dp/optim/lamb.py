@@ -1,6 +1,6 @@
-"""Create LAMB (arXiv 1904.00962) as in NVIDIA apex's FusedLAMB: with Adam's bias correction, eps outside the
-root, and the trust ratio ||w|| / ||u|| over a whole tensor, only for tensors with weight decay. The engine
-clips by the global norm."""
+"""Create LAMB (arXiv 1904.00962) as in NVIDIA apex's FusedLAMB: with Adam's bias correction, with eps outside
+the root, and with a trust ratio ||w|| / ||u|| for each whole tensor that has weight decay. The engine clips
+by the global norm."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,9 +22,9 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Lamb(Optimizer):
-    """LAMB; keeps Adam's step, exp_avg, exp_avg_sq. `step` overwrites .grad with the update. With `compiled`,
-    fused kernels: `moments` makes 7 memory passes (as many as all of AdamW), `descend` 3; full-tensor norms
-    are computed between them."""
+    """LAMB with Adam's state: step, exp_avg and exp_avg_sq. `step()` overwrites .grad with the update. With
+    `compiled`, `moments` is a fused kernel with 7 memory passes (as many as AdamW) and `descend` one with 3.
+    The norms of whole tensors are computed between them."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Lamb(Optimizer):
             if not params:
                 continue
             keep, divisor = self.controls(params[0])
-            if group["weight_decay"] == 0:  # no trust ratio, so AdamW's update, in one kernel for all tensors
+            if group["weight_decay"] == 0:  # LAMB without a trust ratio is AdamW, which needs one kernel
                 self.adamw(group, params)
                 sums.append(keep.new_zeros(2, len(params)))
                 continue
@@ -79,9 +79,9 @@ def moments(
     divisor: Tensor,
     rule: tuple[float, float, float, float],
 ) -> Tensor:
-    """Update the moments in place, overwrite each gradient by its update and return [2, N] squared norms, of
-    the tensors first. `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps, weight decay. A
-    tensor without elements on this rank contributes 0."""
+    """Update the moments in place, overwrite each gradient with its update and return [2, N] squared norms:
+    of the weights, then of the updates. `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps,
+    weight decay. The norms of a tensor without elements on this rank are 0."""
     beta1, beta2, eps, weight_decay = rule
     new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
     correction1 = 1.0 - beta1 ** step.clamp(min=1.0)
@@ -93,13 +93,13 @@ def moments(
         v.copy_(v + new2 * (gradient * gradient - v))
         update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
         g.copy_(update)
-        # sum by rows: otherwise inductor reads weight and update again
+        # sum by rows, because otherwise inductor reads the weight and the update twice
         sums.append(torch.stack([(p * p).sum(-1).sum(), (update * update).sum(-1).sum()]))
     return torch.stack(sums, dim=1)
 
 
 def descend(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor) -> None:
-    """Compute p -= lr x ratio x update; ratio = 1 if a norm is zero."""
+    """Compute p -= lr * ratio * update in place. The trust ratio is 1 if one of its two norms is 0."""
     weight_N, update_N = sums_2N.sqrt()
     rate_N = lr * torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
     for i, (p, update) in enumerate(zip(params, updates, strict=True)):

@@ -1,8 +1,8 @@
 """Create Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices, with AdamW for the rest.
 
-A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)), as large as an
-AdamW update, so that one learning rate serves both (arXiv 2502.16982, 2.2). A parameter of several fused
-matrices is split: orthogonalised as one it trains worse (Megatron-LM issue 1428).
+A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). This is as large
+as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, 2.2). A parameter of several fused
+matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM issue 1428).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from bert_dp.optim import Named, Optimizer, parameter_groups
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-BATCH_ELEMENTS = 2**25  # of matrices multiplied at once: 128 MiB in fp32
+BATCH_ELEMENTS = 2**25  # maximum number of elements of matrices multiplied at once: 128 MiB in fp32
 
 FusedSplit = tuple[int, int]
 """(dimension, number of matrices fused along it), as in a model's tensor plan."""
@@ -46,15 +46,16 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
         momentum=config.momentum,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        # like the original, if the model's products are in bf16 too; no gain on a CPU
+        # bf16 as in the original, if the model also computes in bf16, and only on a GPU, where it is faster
         multiply_in=torch.bfloat16 if precision == "bf16" and on_gpu else None,
     )
 
 
 class Muon(Optimizer):
-    """Update matrices by Muon, other tensors by AdamW. A group of matrices (state momentum_buffer) has
-    `splits`, the FusedSplit of each parameter. `step` overwrites .grad with the input to orthogonalisation.
-    Each matrix must be whole on its rank."""
+    """Update matrices with Muon and other tensors with AdamW. Every matrix must be whole on its rank. A group
+    of matrices has `splits`, the FusedSplit of each parameter, and the state momentum_buffer. `step`
+    overwrites .grad with the matrix to orthogonalise. `multiply_in`: dtype of the Newton-Schulz products;
+    None = the parameters' dtype."""
 
     def __init__(
         self,
@@ -66,7 +67,6 @@ class Muon(Optimizer):
         eps: float,
         multiply_in: torch.dtype | None = None,
     ):
-        """Set `multiply_in`, the dtype of Newton-Schulz products; None = the parameters' own."""
         self._multiply_in = multiply_in
         settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, {**settings, "splits": None})
@@ -77,8 +77,8 @@ class Muon(Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params and group["splits"] is not None:
-                held = dict(zip(group["params"], group["splits"], strict=True))
-                self._muon(group, params, [held[p] for p in params])
+                split_of = dict(zip(group["params"], group["splits"], strict=True))
+                self._muon(group, params, [split_of[p] for p in params])
             elif params:
                 self.adamw(group, params)
 
@@ -106,7 +106,7 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield lists of indices of equally shaped matrices: up to BATCH_ELEMENTS elements, or one matrix."""
+    """Yield lists of indices of matrices with equal shapes: up to BATCH_ELEMENTS elements, or one matrix."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -118,7 +118,7 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Multiply fp32 matrices in fp32, even if TF32 is allowed for the model (training/build.py)."""
+    """Multiply fp32 matrices in fp32, even if the model may use TF32 (`devices.allow_tf32`)."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -129,8 +129,8 @@ def no_tf32() -> Iterator[None]:
 
 @no_tf32()
 def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
-    """Map each [..., R, C] matrix to about U V' of its singular value decomposition, in its own dtype, with
-    products in `multiply_in` (None = its dtype)."""
+    """Return approximately U V' of each matrix's singular value decomposition, [..., R, C], in the matrices'
+    dtype. `multiply_in`: dtype of the products; None = the matrices' dtype."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

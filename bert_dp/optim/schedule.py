@@ -6,12 +6,12 @@ from bert_dp.config import ScheduleConfig
 
 
 def lr_factor(schedule: ScheduleConfig, progress: float) -> float:
-    """Return learning rate / peak at progress f in [0, 1].
+    """Return the learning rate, divided by its peak, at progress f in [0, 1].
 
-    budget_triangle: min(0.25 + f, 4 (1 - f)), as in JonasGeiping/cramming (budget-triangle2). linear, cosine,
-    wsd: linear warm-up over warmup_fraction first; wsd decays as 1 - sqrt over its last decay_fraction (arXiv
-    2405.18392). exponential: 1e-4^(1 - f), the range test (arXiv 1506.01186, 3.3, with equal ratios instead
-    of equal differences).
+    budget_triangle: min(0.25 + f, 4 (1 - f)), as in JonasGeiping/cramming (budget-triangle2). linear, cosine
+    and wsd start with a linear warmup over warmup_fraction; wsd ends with a 1 - sqrt decay over
+    decay_fraction (arXiv 2405.18392). exponential: 1e-4^(1 - f), for a range test (arXiv 1506.01186, 3.3,
+    but with equal ratios instead of equal differences).
     """
     f = min(max(progress, 0.0), 1.0)
     if schedule.name == "budget_triangle":

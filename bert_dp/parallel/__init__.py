@@ -1,4 +1,4 @@
-"""Define engines, the ways of using several ranks. Each is one file, imported only if chosen."""
+"""Define the interface of engines, which distribute training over ranks, and import the chosen engine."""
 
 import importlib
 from collections.abc import Callable
@@ -15,43 +15,42 @@ from bert_dp.training.noise import NormPairs
 from bert_dp.training.process import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-"""Function from named parameters to their optimizer; called after sharding."""
+"""Function that builds the optimizer of the given named parameters; called after sharding."""
 
 State = dict[str, dict[str, Tensor]]
-"""Canonical unsharded state: {"model": {name: tensor}, "optimizer": {"name/key": tensor}, "scaler": {}}."""
+"""Canonical state: whole tensors by name in "model", by "name/key" in "optimizer", by key in "scaler"."""
 
 
 class Engine(Protocol):
-    """Interface of an engine: six methods, dp_rank and dp_size, and norm_pairs if it can measure gradient
-    noise. Data is split by dp_rank and dp_size, never by world rank. A new engine is a file here with a class
-    `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py` (used by checks, memory estimates, `scale` and
-    hang reports) and a row of the parity matrix."""
+    """Interface of an engine. Data is split by dp_rank and dp_size, never by world rank. To add an engine,
+    add a file with a class `Engine` to this package, a row to `ENGINES` in `bert_dp/config/engines.py` (used
+    by checks, memory estimates, `scale` and hang reports) and a row to the parity matrix."""
 
     dp_rank: int
     dp_size: int
 
     @property
     def norm_pairs(self) -> NormPairs | None:
-        """Return the measurements for log.noise_scale; None = this engine cannot make them."""
+        """Return the collector of gradient norms for log.noise_scale, or None if the engine has none."""
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap or shard `model` (already on its device), then build the optimizer."""
+        """Wrap or shard `model`, which is already on its device, then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Wrap forward and backward of one micro batch; gradients are reduced only if `last`."""
+        """Return a context for forward and backward of one micro batch; reduce gradients only if `last`."""
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of `loss`, this replica's share; the shares sum to the step's loss."""
 
     def step(self, max_norm: float) -> Tensor:
-        """Clip by the reduced norm (0 = do not), skip on all ranks if it is not finite, step, zero the
-        gradients. Returns the norm before clipping, a device scalar; not finite = the step was skipped."""
+        """Clip the norm of the reduced gradients to `max_norm` (0 = do not clip), take an optimizer step and
+        zero the gradients. If the norm is not finite, all ranks skip the step. Returns the unclipped norm."""
 
     def gather_state(self) -> State | None:
         """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
-        """Load a canonical state of this model (see `checkpoint.state_issues`), whole on every rank."""
+        """Load a canonical state, which is whole on every rank and matches the model (see `state_issues`)."""
 
 
 def engine_name(config: ParallelConfig, world_size: int) -> str:
@@ -63,14 +62,13 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """Create class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler. Raises
-    ConfigError if a package that the engine wraps is not installed."""
+    """Create the engine of bert_dp.parallel.<name>, with a gradient scaler if `precision` is fp16. Raises
+    ConfigError if a package that the engine needs is not installed."""
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     try:
         engine: Engine = module.Engine(config, world, device, precision=precision, run_dir=run_dir)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        what = "" if missing == name else f"{missing}, from "
-        text = f"{name} needs {what}`{install_command(name)}`"
-        raise ConfigError([Issue("parallel.engine", "needs_package", text, name)]) from None
+        text, hint = f"{name} needs package {missing}, which is not installed", f"`{install_command(name)}`"
+        raise ConfigError([Issue("parallel.engine", "needs_package", text, name, hint=hint)]) from None
     return engine

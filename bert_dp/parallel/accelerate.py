@@ -1,7 +1,7 @@
 """Train with Hugging Face Accelerate: DistributedDataParallel as created by `Accelerator.prepare`.
 
-Autocast, loss scaling, the optimizer and the learning rate remain ours: a scheduler prepared by Accelerate
-steps once per process.
+bert-dp itself controls autocast, loss scaling, the optimizer and the learning rate, because a scheduler
+prepared by Accelerate steps once per process.
 """
 
 import os
@@ -32,14 +32,14 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # srun and mpirun set other variables than accelerate reads, and it would set a thread count
+        # accelerate does not read the variables of srun and mpirun, and it would set the number of threads
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        # None = torch's default with a first bucket of 1 MiB: accelerate does not pass on its own, 25 MiB
+        # without bucket_mib, accelerate passes no size, and torch's default has a first bucket of 1 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",
-            device_placement=False,  # already done, and would rebuild the parameter groups
+            device_placement=False,  # the model is on its device; a move would rebuild the parameter groups
             mixed_precision="no",
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # overrides the environment
@@ -51,14 +51,15 @@ class Engine:
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model. Raises ConfigError if the environment makes accelerate choose another wrapper."""
         self._model = model
-        with warnings.catch_warnings():  # accelerate passes broadcast_buffers, which torch 2.13 renames
+        with warnings.catch_warnings():  # accelerate passes broadcast_buffers, which torch 2.13 has renamed
             warnings.simplefilter("ignore", FutureWarning)
             self._wrapped = self._accelerator.prepare(model)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
-            text = f"accelerate chose {self._accelerator.distributed_type.value} for {self.dp_size} ranks"
+            kind = self._accelerator.distributed_type.value
+            text = f"accelerate chose {kind}, not DistributedDataParallel, for {self.dp_size} ranks"
             hint = "unset ACCELERATE_USE_*, or start accelerate's launcher with --multi_gpu"
             raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
-        # accelerate's optimizer wrapper would hide the attributes set by `clip_and_step`
+        # not wrapped by accelerate, whose wrapper would hide the attributes that `clip_and_step` sets
         self._optimizer = make_optimizer(model.named_parameters())
         return self._wrapped, self._optimizer
 
@@ -66,12 +67,12 @@ class Engine:
         return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
     def backward(self, loss: Tensor) -> None:
-        whole = loss * self.dp_size  # DDP divides the sum over replicas by their number
+        whole = loss * self.dp_size  # because DDP averages gradients over replicas, but shares must be summed
         self._accelerator.backward(whole if self._scaler is None else self._scaler.scale(whole))
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm)
-        # with several ranks, gradients are views of the buckets: if freed, they would be allocated twice
+        # with several ranks, gradients are views of the buckets; if freed, they would be allocated again
         self._optimizer.zero_grad(set_to_none=self.dp_size == 1)
         return norm
 

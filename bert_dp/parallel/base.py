@@ -1,4 +1,4 @@
-"""Complete a step (norm, clip, skip, update) and arrange ranks in replicas, for every engine."""
+"""Arrange ranks in replicas, and take an optimizer step with clipping and skipping, for all engines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from bert_dp.training.process import World
 
 
 class RankGrid:
-    """Arrange ranks as [dp, tp]; a replica's tensor-parallel ranks are consecutive, to share a node.
+    """Arrange ranks as [dp, tp]. A replica's tensor-parallel ranks are consecutive, to share a node.
     `replicas` > 1 splits dp further, into [replicas, dp / replicas]."""
 
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
@@ -23,19 +23,19 @@ class RankGrid:
         sizes = {"replica": replicas, "shard": self.dp_size // replicas, "tp": tensor}
         shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         self.mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        if device.type == "cuda":  # NCCL's mesh groups default to 10 minutes, not the world's timeout
+        if device.type == "cuda":  # by default, NCCL's mesh groups time out after 10 minutes
             for group in self.mesh.get_all_groups():
                 distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
-        """Ranks with the same part of other replicas; with `replicas` > 1, those in one shard set."""
+        """Ranks with the same tp_rank; with `replicas` > 1, only those that shard one copy of the weights."""
         self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
-        """Dimensions over which gradients are summed."""
+        """Mesh dimensions over which gradients are summed."""
 
 
 class ShardedSums:
-    """Sum over whole tensors, given sums over this rank's parts: [k, N] -> [k, N], N tensors. `counts_N` is 0
-    for a tensor that another rank of the group already counts. Collective over `groups`."""
+    """Map sums over this rank's parts of N tensors to sums over the whole tensors: [k, N] -> [k, N].
+    `counts_N`: 1, or 0 for a tensor that another rank of the group counts. Collective over `groups`."""
 
     def __init__(self, counts_N: Tensor | None = None, groups: Sequence[dist.ProcessGroup | None] = ()):
         self._counts_N = counts_N
@@ -47,7 +47,7 @@ class ShardedSums:
         return self._reduce(sums_kN)
 
     def total(self, sums_N: Tensor) -> Tensor:
-        """Return the sum over all tensors, a scalar: sends one number, not N."""
+        """Return the sum over all tensors as a scalar, sending one number instead of N."""
         if self._counts_N is not None:
             sums_N = sums_N * self._counts_N
         return self._reduce(sums_N.sum())
@@ -81,12 +81,12 @@ def clip_and_step(
 ) -> Tensor:
     """Take one optimizer step on reduced gradients, without a host sync; return the norm before clipping.
 
-    Clipping uses the fused step's own division (`grad_scale`), so gradients are read once, not twice. A norm
-    that is not finite skips the step through `found_inf`; as the norm is of reduced gradients, all ranks skip
-    together. The caller frees the gradients.
+    To clip, the fused step divides gradients by `grad_scale`, which saves a memory pass. If the norm is not
+    finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because the norm is of
+    reduced gradients. The caller frees the gradients.
 
-    `sharded_sums` covers the ranks with parts of the optimizer's tensors (None = each tensor is whole),
-    `norm_sums` also the ranks that own the other tensors (None = the same as `sharded_sums`).
+    `sharded_sums` sums over the ranks with parts of the optimizer's tensors (None = every tensor is whole),
+    `norm_sums` also over the ranks that own other tensors (None = use `sharded_sums`).
     """
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -106,6 +106,6 @@ def clip_and_step(
     optimizer.step()
     if scaler is not None:
         for local in scaler._found_inf_per_device(optimizer).values():
-            local.copy_(found_inf)  # one rank's parts may be finite while another's are not
+            local.copy_(found_inf)  # the scaler's own value is of this rank's parts only
         scaler.update()
     return norm

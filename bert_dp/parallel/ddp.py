@@ -1,5 +1,5 @@
-"""Train with DistributedDataParallel: whole replicas, gradients all-reduced in buckets, only on the last
-micro batch."""
+"""Train with DistributedDataParallel: every replica has all weights, and gradients are all-reduced in buckets
+on the last micro batch only."""
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.training.noise import CommHook, NormPairs
 from bert_dp.training.process import World
 
-# every rank builds the same buffers; torch renamed the option after 2.11
+# no buffer synchronisation, because all ranks build equal buffers; torch renamed the option after 2.11
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
@@ -52,7 +52,7 @@ class Engine:
             bucket_cap_mb=self._config.bucket_mib,
             gradient_as_bucket_view=True,
             static_graph=self._config.static_graph,
-            init_sync=False,  # every rank builds the same weights
+            init_sync=False,  # because all ranks build equal weights
             **NO_BUFFER_SYNC,
         )
         # without a hook, DDP does the same as `allreduce_hook`
@@ -70,19 +70,20 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # DDP learns the graph from the first reduction: the dry run's, whose gradients are discarded
+            # DDP records the graph in the first reduction, during the dry run, which discards gradients
             return nullcontext()
         return self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        whole = loss * self.dp_size  # DDP divides the sum over replicas by their number
+        whole = loss * self.dp_size  # because DDP averages gradients over replicas, but shares must be summed
         scaled_backward(whole, self._scaler)
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums)
         self.norm_pairs.end_step(norm)
-        self._optimizer.zero_grad(set_to_none=False)  # views of buckets: if freed, allocated twice
+        # gradients are views of the buckets; if freed, they would be allocated again
+        self._optimizer.zero_grad(set_to_none=False)
         return norm
 
     def gather_state(self) -> State | None:
@@ -104,13 +105,10 @@ def reduce_narrow(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks in 16 bits, dividing first so that fp16 cannot overflow. torch's own
-    bf16 hook rejects gloo."""
+    bf16 hook does not support gloo."""
     group, dtype = state
     buffer = bucket.buffer()
     narrow = (buffer / group.size()).to(dtype)
     work = dist.all_reduce(narrow, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
-
-
-reduce_narrow.__annotations__.clear()  # torch compares them with types, but here they are strings

@@ -1,9 +1,9 @@
-"""Train with DeepSpeed ZeRO (arXiv 1910.02054), whose engine reduces, clips and steps; model, optimizer and
-loop are ours.
+"""Train with DeepSpeed ZeRO (arXiv 1910.02054), which reduces, clips and steps. Model, optimizer and training
+loop are bert-dp's.
 
-Stages 0 and 1 reduce only on the last micro batch, 2 and 3 on every one. Tensors are flattened, so Muon is
-unsupported, and LAMB is limited to stage 0. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip.
-Stages 1 to 3 skip a step whose norm is not finite; stage 0 would not, so it gets `found_inf`.
+Stages 0 and 1 reduce only on the last micro batch, 2 and 3 on every micro batch. Tensors are flattened, so
+Muon is unsupported, and LAMB is limited to stage 0. To clip, DeepSpeed divides by (norm + 1e-6) / clip; other
+engines divide by norm / clip. For a norm that is not finite, DeepSpeed skips the step only in stages 1 to 3.
 """
 
 import logging
@@ -24,21 +24,21 @@ from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
-OLDEST = (0, 19, 8)  # oldest version tried; others may step in fp32 with a gradient that is not finite
+OLDEST = (0, 19, 8)  # oldest tested version; older ones may not skip an fp32 step if its norm is not finite
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as in ddp; DeepSpeed would allocate its default of 2 GB
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine:
-    """See `bert_dp.parallel.Engine`. RUN/deepspeed.json stores the configuration passed to DeepSpeed."""
+    """See `bert_dp.parallel.Engine`. RUN/deepspeed.json contains the configuration passed to DeepSpeed."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        """Check the package. Raises ConfigError if it is too old, or if `precision: auto` chose fp16."""
-        if precision == "fp16":  # there is no scaler, and on a GPU DeepSpeed disables our autocast
+        """Import DeepSpeed. Raises ConfigError if it is too old, or if `precision: auto` chose fp16."""
+        if precision == "fp16":  # there is no scaler, and on a GPU DeepSpeed disables bert-dp's autocast
             text = "auto means fp16 on this GPU, which parallel.engine: deepspeed does not support"
             hint = "use precision: fp32 or parallel.engine: zero1"
             raise ConfigError([Issue("precision", "conflict", text, "auto", "parallel.engine", hint)])
-        # srun and mpirun set other variables than DeepSpeed reads
+        # DeepSpeed does not read the variables of srun and mpirun
         os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -52,9 +52,9 @@ class Engine:
             hint = f"install {'.'.join(map(str, OLDEST))} or newer"
             raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its own
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed
         if device.type == "cpu":
-            deepspeed.ops.__compatible_ops__ = {}  # else it compiles a shared-memory all-reduce for inference
+            deepspeed.ops.__compatible_ops__ = {}  # so that DeepSpeed compiles no all-reduce for inference
         if deepspeed.comm.is_initialized():  # drop references to destroyed groups of an earlier run
             deepspeed.utils.groups._release_process_group_references()
         self._package: Any = deepspeed
@@ -72,13 +72,13 @@ class Engine:
         self._engine, zero, _, _ = self._package.initialize(
             model=model, optimizer=self._optimizer, config=self._settings, dist_init_required=False
         )
-        if self._stage > 0:  # torch creates the moments at the first step, too late to load them
+        if self._stage > 0:  # torch would create the moments in the first step, after they are loaded
             parts = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
             for flat in getattr(zero, parts):
                 moments = {key: torch.zeros_like(flat) for key in MOMENTS}
                 self._optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
         if self._stage in (1, 2):
-            zero._lazy_init_hp_params_optimizer_state()  # registers them for safe_get_full_optimizer_state
+            zero._lazy_init_hp_params_optimizer_state()  # lets safe_get_full_optimizer_state find the moments
         return self._engine, self._optimizer
 
     def accumulate(self, *, last: bool) -> nullcontext[None]:
@@ -86,12 +86,12 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed divides the sum over replicas by their number
+        # DeepSpeed averages gradients over replicas, but shares must be summed
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self, max_norm: float) -> Tensor:
         assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips by its configured norm only"
-        if self._stage == 0:
+        if self._stage == 0:  # DeepSpeed would not skip a step that is not finite, so the optimizer does
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
             self._optimizer.grad_scale = torch.ones_like(norm)  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Raises ValueError if step counts differ: DeepSpeed has one for all parameters."""
+        """Load the state. Raises ValueError if step counts differ, because DeepSpeed has only one count."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
@@ -146,9 +146,9 @@ class Engine:
         return self._safe("get_full", key)(parameter, *filter(None, [key])).detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
-        """Write this rank's part of the optimizer's copy of a weight (key ""), or of a moment."""
+        """Set this rank's part of the optimizer's copy of a weight (key ""), or of a moment."""
         part, verb = whole, "set_full"
-        if self._stage == 3:  # its safe_set_full_* fail if the number of ranks does not divide a tensor
+        if self._stage == 3:  # safe_set_full_* fails if a tensor's size is not a multiple of the world size
             size, verb = parameter.ds_tensor.numel(), "set_local"
             padded = F.pad(whole.flatten(), (0, size * self.dp_size - whole.numel()))
             part = padded[self.dp_rank * size :][:size]
@@ -159,19 +159,19 @@ class Engine:
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: the keys that we set; DeepSpeed's defaults apply to the rest."""
+    """Return the configuration for DeepSpeed, whose defaults apply to all other keys."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
-        "gradient_accumulation_steps": 1,  # the loop counts micro batches, whose number a ramp changes
+        "gradient_accumulation_steps": 1,  # the loop accumulates, because a batch ramp changes this number
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "fp16": {"enabled": False},
-        "bf16": {"enabled": False},  # would make the parameters bf16
-        # on a GPU its forward disables the surrounding autocast, so it must enter the same one itself
+        "bf16": {"enabled": False},  # because it would convert the parameters to bf16
+        # needed because DeepSpeed's forward disables the loop's autocast on a GPU
         "torch_autocast": {
             "enabled": precision == "bf16",
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # their gradients would be reduced in bf16
+            "lower_precision_safe_modules": [],  # because their gradients would be reduced in bf16
         },
-        "timers": {"throughput": {"enabled": False}},  # synchronises the device in every step
+        "timers": {"throughput": {"enabled": False}},  # because it would synchronise the device in every step
     }

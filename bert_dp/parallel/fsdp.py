@@ -1,8 +1,8 @@
-"""Train with FSDP2 (torch fully_shard): weights, gradients and optimizer state are sharded, weights gathered
-block by block.
+"""Train with FSDP2 (torch fully_shard): weights, gradients and optimizer state are sharded, and weights are
+gathered block by block.
 
-The optimizer works on this rank's shards as plain tensors: only norms need whole tensors, and a norm is a sum
-over ranks.
+The optimizer updates this rank's shards as plain tensors. Only norms need whole tensors; they are computed by
+sums over ranks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +36,7 @@ class Engine:
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._tensor.shard_model(model)
-        # weights are gathered in their own dtype: autocast then casts the same ones as under ddp, and norms
+        # gather weights in their own dtype, so that autocast casts the same weights as under ddp, and norms
         # and embeddings remain fp32 on every device
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": policy}
@@ -47,7 +47,7 @@ class Engine:
         assert isinstance(model, FSDPModule)
         sharded: list[Any] = [model, *blocks]
         for module in sharded:
-            module.set_gradient_divide_factor(1.0)  # sum: the loss has already been divided
+            module.set_gradient_divide_factor(1.0)  # sum gradients, because the loss is already divided
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         self._model: Any = model
         self._sharded: dict[str, Any] = dict(model.named_parameters())

@@ -1,5 +1,5 @@
-"""Run N copies of one process without communication: this measures the machine with all devices busy, the
-upper limit for every engine. The copies train N different models."""
+"""Train a separate model on each rank, without communication. This measures the machine with all devices
+busy, which is the upper limit for every engine."""
 
 from bert_dp.parallel.single import Engine
 

@@ -1,6 +1,6 @@
-"""Train on one rank, with a plain module and no process group: the baseline for every measurement.
+"""Train on one rank with a plain module and no process group, as the baseline for every measurement.
 
-On N ranks (as `independent`) each rank trains separately, on its own share of the samples.
+The engine `independent` uses this class on N ranks, which train separate models on separate samples.
 """
 
 from contextlib import nullcontext

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bert_dp.parallel import State
 
 Convert = Callable[[str, Tensor], Tensor]
-"""Map (parameter name, tensor with the parameter's shape) from a shard to the whole tensor, or back."""
+"""Function of (parameter name, tensor) that returns the whole tensor of a rank's shard, or vice versa."""
 
 
 def identity(name: str, tensor: Tensor) -> Tensor:
@@ -24,9 +24,9 @@ def read_state(
     parameters: Mapping[str, Tensor] | None = None,
     keep: bool = True,
 ) -> State | None:
-    """Copy the state to the host; a tied tensor appears once, under its first name. Collective if `unshard`
-    is. A rank without `keep` takes part but copies nothing and gets None. `parameters`: name -> the
-    optimizer's tensor, which shares memory with the model's."""
+    """Copy the canonical state to the host; a tied tensor appears once, under its first name. Collective if
+    `unshard` is; a rank without `keep` takes part, but copies nothing and returns None. `parameters`: name ->
+    tensor that the optimizer updates, which shares memory with the model's tensor."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     tensors = {**model.state_dict(), **parameters}
     weights = ((name, unshard(name, tensor)) for name, tensor in tensors.items())
@@ -55,8 +55,8 @@ def write_state(
     shard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state of this model in place; an empty optimizer or scaler part resets it.
-    `parameters`: name -> the optimizer's tensor, which shares memory with the model's."""
+    """Load a canonical state of this model in place. An optimizer or scaler without saved state is reset.
+    `parameters`: see `read_state`."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():
@@ -81,5 +81,5 @@ def write_state(
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copy `items` to the host if `keep`; evaluates each item in any case, which may be collective."""
+    """Copy `items` to the host if `keep`. Evaluates every item in any case, as this may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

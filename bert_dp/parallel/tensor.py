@@ -1,8 +1,8 @@
-"""Split a model (Megatron-LM, arXiv 1909.08053) into layers on plain tensors, following the model's plan.
+"""Split a model by its tensor plan, as in Megatron-LM (arXiv 1909.08053), into layers on plain tensors.
 
-A column-parallel linear layer has a part of the outputs; its input gradient is summed over the ranks. A
-row-parallel one has a part of the inputs; its output is summed. The vocabulary is split by rows; logits are
-never gathered.
+A column-parallel linear layer computes a part of the outputs, and its input gradient is summed over the
+ranks. A row-parallel layer uses a part of the inputs, and its output is summed. The vocabulary (the rows of
+the embedding) is split over the ranks, and logits are never gathered.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ Group = dist.ProcessGroup | None
 
 
 class TensorParallel:
-    """Split a whole model over the ranks of `grid.tp_group`; do nothing with one rank."""
+    """Split a whole model over the ranks of `grid.tp_group`. Does nothing with one rank."""
 
     def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
         self._plan: Mapping[str, tuple[int, int]] = {}
-        """Split parameters: (dimension, matrices fused along it, each split separately)."""
+        """Split parameters: name -> (dimension, number of matrices fused along it, each split separately)."""
 
     def shard_model(self, model: Model) -> None:
-        """Replace each parameter in `model.tensor_plan()` by this rank's shard; the others remain replicated.
-        Raises ConfigError for a model without a plan."""
+        """Replace each parameter in `model.tensor_plan()` by this rank's shard. Other parameters remain
+        replicated. Raises ConfigError for a model without a plan."""
         if self._size == 1:
             return
         plan = model.tensor_plan()
@@ -79,8 +79,8 @@ class TensorParallel:
     def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
     ) -> ShardedSums:
-        """Return sums for the optimizer's parameters over a replica's ranks and over `groups`. A replicated
-        tensor is counted on one rank only."""
+        """Return the ShardedSums of the optimizer's parameters, over a replica's ranks and over `groups`. A
+        replicated tensor is counted on one rank only."""
         if self._size == 1:
             return ShardedSums(None, groups)
         names = {parameter: name for name, parameter in named}
@@ -90,7 +90,7 @@ class TensorParallel:
 
 
 class ParallelLinear(Linear):
-    """Base of a rank's share of a linear layer."""
+    """Base class of this rank's part of a linear layer."""
 
     def __init__(self, share: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -98,7 +98,7 @@ class ParallelLinear(Linear):
 
 
 class ColumnLinear(ParallelLinear):
-    """Map [..., in] -> [..., out / ranks]; the input is identical on every rank."""
+    """Linear layer [..., in] -> [..., out / ranks]. The input is identical on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = column_product(x, self.weight, self._group)
@@ -106,7 +106,7 @@ class ColumnLinear(ParallelLinear):
 
 
 class RowLinear(ParallelLinear):
-    """Map [..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
+    """Linear layer [..., in / ranks] -> [..., out], summed over the ranks before the bias is added."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _SumOverRanks.apply(linear(x, self.weight), self._group)
@@ -114,7 +114,7 @@ class RowLinear(ParallelLinear):
 
 
 class ParallelEmbedding:
-    """Compute the tied embedding, decoder and loss, with each rank's rows of the vocabulary."""
+    """Compute the tied embedding, the decoder and the loss; each rank has V / ranks rows of the weight."""
 
     def __init__(self, group: str, rank: int):
         self._group, self._rank = group, rank
@@ -123,7 +123,7 @@ class ParallelEmbedding:
         return _LookUp.apply(ids_BS, weight_VH, self._rank, self._group)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
-        """Return [P, V / ranks]: this rank's columns."""
+        """Return this rank's columns of the logits, [P, V / ranks]."""
         return column_product(x_PH, weight_VH, self._group)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ class ParallelEmbedding:
         return torch.stack([loss_P * real_P, ((label_P == 0) & real_P).to(loss_P.dtype)])
 
 
-# Collectives as custom operators, so that a compiled block's graph includes them: torch's own break the
-# graph. Groups are passed by name, as a graph cannot store objects.
+# These collectives are custom operators, because torch's own break the graph of a compiled block. Groups are
+# passed by name, because a graph cannot store objects.
 
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
@@ -158,8 +158,8 @@ def _(x: Tensor, operation: str, group: str) -> Tensor:
 
 @torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
 def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
-    during that sum."""
+    """Return the gradients of x and weight in x @ weight.T. The gradient of x is summed over the ranks while
+    the gradient of the weight is computed."""
     grad_MK = product(grad_MN, weight_NK.t())
     work = dist.all_reduce(grad_MK, group=_resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
     grad_NK = product(grad_MN.t(), x_MK.t())
@@ -174,7 +174,7 @@ def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Ten
 
 
 def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """Return x @ weight.T, in autocast's dtype if enabled; backward sums the input gradient over ranks."""
+    """Return x @ weight.T, in autocast's dtype if enabled. Backward sums the gradient of x over the ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -207,7 +207,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """Return (weight[ids], weight) with one gradient for both uses, like the model's own look-up."""
+    """Return (weight[ids], weight); backward sums the gradients of both uses in one tensor."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, rank: int, group: str) -> tuple[Tensor, Tensor]:
@@ -227,10 +227,10 @@ class _LookUp(torch.autograd.Function):
 def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the terms of the cross entropy, reducing P and 2 P numbers instead of gathering P x V. Returns,
-    relative to the greatest logit over all ranks: exp_PV of this rank's columns, sum_P of all ranks'
-    exponentials, label_P, the label's logit (0 for a negative label), local_P, the label's local column, and
-    mine_P, True if this rank has that column."""
+    """Compute the terms of the cross entropy by reducing P and 2 P numbers instead of gathering P x V. Logits
+    are relative to the greatest logit of all ranks. Returns exp_PV, the exponentials of this rank's columns;
+    sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative label); local_P, the
+    label's column on this rank; and mine_P, True if this rank has that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
     local_P = labels_P - rank * logits_PV.shape[1]

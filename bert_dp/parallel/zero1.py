@@ -1,8 +1,8 @@
-"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, and the optimizer state of some
-whole tensors.
+"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, and the optimizer state of the
+tensors that it owns.
 
-A gradient is sent only to its owner, which returns the new weights: as many bytes as one all-reduce. Tensors
-stay whole, so norms of a tensor (LAMB) and matrix products (Muon) remain exact.
+Gradients are reduced to a tensor's owner, which broadcasts the new weights. Together this sends as many bytes
+as one all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) remain exact.
 """
 
 import itertools
@@ -28,12 +28,12 @@ from bert_dp.training.process import World
 
 MIB = 2**20
 DEFAULT_BUCKET_MIB = 25.0
-ALIGNED_BYTES = 16  # alignment of tensors, so that a graph compiled for one layer serves all layers
+ALIGNED_BYTES = 16  # alignment of tensors, so that the graph compiled for a layer fits all layers
 
 
 @dataclass
 class Bucket:
-    """Tensors of one owner: weights in one buffer, gradients in another, with zeros as padding."""
+    """Some tensors of one owner, with weights and gradients in one buffer each, padded with zeros."""
 
     owner: int
     names: list[str]
@@ -56,7 +56,7 @@ class Engine:
         self._works: list[Any] = []
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Distribute the tensors. Raises ConfigError if there are more replicas than tensors."""
+        """Assign the tensors to owners. Raises ConfigError if there are more replicas than tensors."""
         self._tensor.shard_model(model)
         self._model = model
         self._parameters = dict(model.named_parameters())
@@ -73,7 +73,7 @@ class Engine:
         return model, self._optimizer
 
     def _make_buckets(self) -> list[Bucket]:
-        """Make buckets in the order in which backward completes them, identical on every rank."""
+        """Create the buckets in the order in which backward completes them, identical on every rank."""
         open_buckets: dict[int, list[str]] = {}
         closed: list[list[str]] = []
         for name in reversed(self._parameters):
@@ -126,7 +126,7 @@ class Engine:
 
     def step(self, max_norm: float) -> Tensor:
         for bucket in self._buckets:
-            bucket.missing.clear()  # a missing gradient counts as zero
+            bucket.missing.clear()  # gradients that backward did not compute are zero
         self._send_complete()
         self._wait()
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums, norm_sums=self._norm_sums)
@@ -145,7 +145,7 @@ class Engine:
         self._works.clear()
 
     def gather_state(self) -> State | None:
-        """Send every owner's state to all replicas, tensor by tensor; rank 0 keeps it."""
+        """Gather the owners' state on rank 0, by broadcasting one tensor at a time to all replicas."""
         keep = self.dp_rank == 0 and self._grid.tp_rank == 0
         weights = dict(self._model.state_dict()) if self.dp_rank == 0 else {}
         model = to_host(((name, self._tensor.unshard(name, t)) for name, t in weights.items()), keep)
@@ -153,7 +153,7 @@ class Engine:
         return {"model": model, "optimizer": moments, "scaler": read_scaler(self._scaler)} if keep else None
 
     def _gather_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state of all owners, whole on the ranks of the first replica. Collective."""
+        """Yield (name/key, tensor) of all optimizer state, whole on the first replica's ranks. Collective."""
         device = next(iter(self._parameters.values())).device
         mine = {name: self._optimizer.state.get(p, {}) for name, p in self._parameters.items()}
         facts = {
@@ -181,7 +181,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Assign an owner to each tensor: largest tensors first, each to the rank with the smallest load."""
+    """Assign an owner to each tensor, from the largest to the smallest: the rank with the smallest load."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -1,1 +1,1 @@
-"""Run one rank: its process, the training loop, checkpoints and metrics."""
+"""Run one rank: set up its process, train, write checkpoints and record metrics."""

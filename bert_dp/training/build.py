@@ -1,4 +1,4 @@
-"""Build a Trainer from a configuration, before the first step."""
+"""Build a Trainer from a configuration and, to resume a run, a checkpoint."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,7 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoint that a run resumes from."""
+    """Loaded checkpoint from which a run resumes."""
 
     path: Path
     tensors: parallel.State
@@ -36,7 +36,8 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on a rank whose data differ from rank 0's (nodes may have own caches). Collective."""
+    """Raise ConfigError on each rank whose data differ from rank 0's, which is possible if nodes have
+    separate caches. Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
         message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"
@@ -45,9 +46,9 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to resume from; every rank follows rank 0's choice and raises its error. `policy`:
-    auto = the newest valid one in the run directory, if it contains any; never; or a path. Raises ConfigError
-    if none of the existing ones is valid, or a fixed setting or the data differ. Collective."""
+    """Load the checkpoint to resume from, chosen by rank 0; return None to start a new run. `policy`: "auto"
+    (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
+    ConfigError if all checkpoints are damaged, or if the data or a fixed setting differs. Collective."""
     if policy == "never":
         return None
 
@@ -56,9 +57,9 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
             found, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
         else:
             found, passed_over = checkpoint.resolve(policy), []
-        if found is None and passed_over:  # starting over would overwrite this run's records
+        if found is None and passed_over:  # a new start would overwrite this run's records
             hint = "check the disk and run again, or choose another --run-dir"
-            message = f"none of this run's checkpoints can be read: {passed_over[0]}"
+            message = f"none of this run's checkpoints is valid: {passed_over[0]}"
             raise ConfigError([Issue("", "damaged", message, hint=hint)])
         for problem in passed_over:
             rank.log_rank0(f"checkpoint skipped: {problem}")
@@ -69,7 +70,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         return None
     path = Path(chosen)
     if not files.appears(path / "manifest.json", lambda file: sha256(file) == manifest):
-        message = f"rank {rank.comm.world.rank} does not see the checkpoint that rank 0 chose"
+        message = f"rank {rank.comm.world.rank} cannot see the checkpoint that rank 0 chose"
         hint = "use a run directory on a file system that all nodes share"
         raise ConfigError([Issue(str(path), "not_found", message, hint=hint)])
     tensors, facts = checkpoint.load(path)
@@ -78,15 +79,15 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
         own = rank.data.data_hash[:16]
-        message = f"the run was trained on shards {facts.data_hash[:16]}, but these are {own}"
+        message = f"the run was trained on shards {facts.data_hash[:16]}, but the current shards are {own}"
         raise ConfigError([Issue("data", "conflict", message, own)])
     rank.log_rank0(f"resuming from {path.name}: {facts.samples} samples seen")
     return Checkpoint(path, tensors, facts)
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
-    """Choose one precision that the devices of all ranks support; under auto a resumed run keeps the one it
-    had. Raises ConfigError for a model that needs another precision. Collective."""
+    """Choose a precision that the devices of all ranks support. With `auto`, a resumed run keeps its previous
+    precision. Raises ConfigError if the model needs another precision. Collective."""
     config = rank.config
     chosen = decide_precision(
         config.precision,
@@ -104,8 +105,8 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
 def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Build the trainer; return it with the initial state and the tensors to start from, not yet loaded.
-    `plan`: steps to profile. Raises ConfigError for a checkpoint of another model. Collective."""
+    """Build the trainer; return it, its initial progress and its initial tensors, which `dry_run` loads.
+    `plan`: steps to profile. Raises ConfigError if the checkpoint is of a different model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
     devices.allow_tf32(precision, device)
@@ -171,7 +172,7 @@ def build_trainer(
             folder,
             config.checkpoint,
             log_rank0=rank.log_rank0,
-            saved_step=state.step if is_saved else None,  # a run that has moved saves again
+            saved_step=state.step if is_saved else None,  # None: this directory needs its own checkpoint
         ),
         records=Records(rank.run_dir, rank.log_rank0),
         trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),
@@ -180,7 +181,7 @@ def build_trainer(
 
 
 def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Stream:
-    """Open the stream of this replica's micro batches."""
+    """Create the stream of this replica's micro batches."""
     if rank.config.data.synthetic:
         batch: Any = rank.task.example_batch(rank.config.batch.micro_size)
         batch = batch.pin() if rank.device.type == "cuda" else batch
@@ -191,7 +192,7 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Truncate the records at the step to resume from, before any rank writes. Collective."""
+    """Discard records and checkpoints after the step to resume from, before any rank writes. Collective."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
@@ -205,7 +206,7 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
 
 
 def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
-    """Describe the run in a few lines of rank 0's log."""
+    """Write a description of the run to rank 0's log."""
     config, world = trainer.config, trainer.comm.world
     threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
     compiled = "compiled" if trainer.metadata["compiled"] else "eager"
@@ -233,7 +234,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """Add the facts that only a rank knows to environment.json (the launcher has written the machine's)."""
+    """Add facts that only ranks know to environment.json, which the launcher has written. Rank 0 only."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"
@@ -246,7 +247,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
-        "cores": [devices.format_cores(share) for share in placed.shares],  # for each rank on rank 0's node
+        "cores": [devices.format_cores(share) for share in placed.shares],  # one entry per rank of this node
         "config_hash": trainer.config.hash(),
         "code": trainer.metadata["code"],
         "precision": trainer.precision.name,

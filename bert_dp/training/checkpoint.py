@@ -1,9 +1,9 @@
-"""Write and verify checkpoints: canonical (unsharded) state in safetensors + JSON, hashed, atomic.
+"""Write and verify checkpoints: canonical (unsharded) state as safetensors and JSON, with SHA-256 hashes.
 
     checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
 
-A directory with its final name is complete: it is written under a temporary name, then renamed. Loading uses
-the newest checkpoint that passes verification. Rank 0 writes in a background thread; the long parts of a save
+A checkpoint is written to a temporary directory, which is renamed when it is complete. A run resumes from the
+newest checkpoint that passes verification. Rank 0 writes in a background thread, whose long operations
 (safetensors since 0.8, SHA-256, fsync, the search for NaN) release Python's GIL.
 """
 
@@ -35,8 +35,8 @@ from bert_dp.files import CheckpointFacts, list_checkpoints
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
 
-VERSION = 1  # of the manifest
-MAX_SAVE_SHARE = 0.01  # of the time, for checkpoint.every_minutes
+VERSION = 1  # version of the manifest's format
+MAX_SAVE_SHARE = 0.01  # maximum share of time to spend on saves if checkpoint.every_minutes is set
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
@@ -50,12 +50,12 @@ class TrainState:
     samples: int = 0
     """Samples taken from the stream."""
     elapsed_s: float = 0.0
-    """Reading of rank 0's clock at the last save."""
+    """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Count at the last line of metrics.jsonl or the last save; the meter counts on the device."""
+    """Skipped steps up to the last log line or save; the meter has the current count, on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """Logged losses to compare the next one with."""
+    """Logged losses with which the next one is compared."""
     lr: float = 0.0
     """Learning rate of the last step."""
     global_batch: int = 0
@@ -67,30 +67,30 @@ class TrainState:
     evaluated_step: int | None = None
     """Step at which `heldout` was measured."""
     eval_s: float = 0.0
-    """Seconds spent in evaluations."""
+    """Seconds spent on evaluations."""
     abort_reason: Failure | None = None
-    """Failure that requires the run to end."""
+    """Reason to end the run; None = continue."""
 
     @classmethod
     def from_checkpoint(cls, facts: CheckpointFacts) -> Self:
-        """Return the state for resuming from a checkpoint."""
+        """Create the state of a run that resumes from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
     def request_abort(self, message: str | None, kind: FailureKind) -> None:
-        """Request the end of the run for this reason, unless it is None or a reason is already set."""
+        """Set `abort_reason`, unless `message` is None or a reason is already set."""
         if message is not None and self.abort_reason is None:
             self.abort_reason = Failure(message=message, kind=kind)
 
     def saved(self) -> dict[str, Any]:
-        """Return the fields of state.json."""
+        """Return the fields in SAVED."""
         return {name: getattr(self, name) for name in SAVED}
 
 
 def save_checkpoint(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
-    """Write `folder`/step-NNNNNNNN, synced to disk before it gets its name, and prune to the `keep` newest.
-    Rank 0 only. `trusted`: see prune. Raises OSError, leaving existing checkpoints as they were."""
+    """Write the checkpoint `folder`/step-NNNNNNNN, then call `prune` with `keep` and `trusted`. All files are
+    synced to disk before the directory gets its final name. Rank 0 only. Raises OSError."""
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -109,7 +109,7 @@ def save_checkpoint(
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
-        if final.exists():  # left by a run that this one replaces
+        if final.exists():  # from an earlier run in this directory
             _remove(final)
         temporary.rename(final)
     except BaseException:
@@ -122,7 +122,7 @@ def save_checkpoint(
 
 
 def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Write one safetensors file. Raises OSError, with the number parsed from safetensors' error message."""
+    """Write a safetensors file. Raises OSError with the error number from safetensors' message."""
     try:
         save_file(tensors, path)
     except SafetensorError as error:
@@ -134,12 +134,12 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Return the name of the first weight or optimizer tensor with a NaN or an infinity, else None."""
+    """Return the name of the first weight or optimizer tensor with a NaN or an infinity, or None."""
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
-            if not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax returns NaN if there is one
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # aminmax propagates NaN
                 return name
     return None
 
@@ -154,9 +154,9 @@ def _step_of(path: Path) -> int:
 
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
-    Directories renamed by set_aside_after are removed once the run has reached their step again. The two
-    newest checkpoints that pass verification are kept (one at keep = 1), so one is removed only when enough
-    newer ones are valid. `trusted` are known to be valid and are not read again."""
+    Checkpoints renamed by `set_aside_after` are removed once the run has reached their step again. A complete
+    checkpoint is removed only if two newer ones (one if `keep` is 1) are valid. `trusted`: checkpoints known
+    to be valid, which are not read again."""
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
     listed = list_checkpoints(folder)
@@ -172,45 +172,45 @@ def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, after renaming it: a half-removed one must not look complete."""
+    """Rename a checkpoint, then remove it, so that a partly removed checkpoint does not look complete."""
     with contextlib.suppress(OSError):
         path = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
     shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename checkpoints later than `step`, to hide them from a run resumed at that step. Rank 0 only."""
+    """Rename checkpoints later than `step`, so that a run resumed at `step` ignores them. Rank 0 only."""
     for path in list_checkpoints(folder):
         if _step_of(path) > step:
             path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
 
 
 def check(path: Path) -> str | None:
-    """Return why `path` is not a valid checkpoint by its manifest's sizes and hashes, else None."""
+    """Compare a checkpoint's files with its manifest's sizes and hashes; return the first problem or None."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
-            return f"{path}: the manifest has version {manifest['version']}, but this program reads {VERSION}"
+            return f"{path}: manifest version {manifest['version']} is not supported (expected {VERSION})"
         if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
             return f"{path}: the manifest does not list {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():
             file = path / Path(name).name
             size = file.stat().st_size
-            if not file.is_file():  # reading a pipe would never end
+            if not file.is_file():  # reading a pipe could block forever
                 return f"{file}: not a regular file"
             if size != expected["bytes"]:
-                return f"{file}: {size} bytes, but the manifest says {expected['bytes']}"
+                return f"{file}: {size} bytes, but the manifest lists {expected['bytes']}"
             if sha256(file) != expected["sha256"]:
                 return f"{file}: SHA-256 differs from the manifest's"
     except OSError as error:
         return f"{error.filename or path}: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{path / 'manifest.json'}: not a checkpoint's manifest ({type(error).__name__}: {error})"
+        return f"{path / 'manifest.json'}: invalid manifest ({type(error).__name__}: {error})"
     return None
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that passes verification, and the problem of each newer one."""
+    """Return the newest valid checkpoint, or None, and the problem of each newer, damaged one."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         if (problem := check(path)) is None:
@@ -220,7 +220,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load the state (whole, on the host) and state.json. Raises ConfigError for a broken checkpoint."""
+    """Load the unsharded state into host memory, and state.json. Raises ConfigError if either is damaged."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -234,13 +234,13 @@ def load(path: Path) -> tuple[State, CheckpointFacts]:
 
 
 def load_tensors(path: Path) -> State:
-    """Load weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
+    """Load weights and optimizer state without verification. Raises OSError, ValueError, SafetensorError."""
     return {part: load_file(path / f"{part}.safetensors") for part in ("model", "optimizer")}
 
 
 def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
-    """List the tensors of a loaded checkpoint that do not match `model`. Weights must have the model's names,
-    types and shapes; optimizer state must be a number, or have its parameter's type and shape."""
+    """List up to eight differences between a loaded checkpoint and `model`. Weights must have the model's
+    names, types and shapes; an optimizer tensor must be a scalar or have its parameter's type and shape."""
     expected, weights, lines = model.state_dict(), state["model"], list[str]()
     if absent := sorted(expected.keys() - weights.keys()):
         lines.append(f"model.safetensors has no {', '.join(absent)}")
@@ -268,8 +268,8 @@ def kind(tensor: Tensor) -> str:
 
 
 def resolve(source: str) -> Path:
-    """Find the checkpoint at a path, or the newest valid one in a run directory or its checkpoints folder.
-    Prints newer but damaged ones to stderr. Raises ConfigError if none is valid, with the problem of each."""
+    """Return the checkpoint at path `source`, or the newest valid one in a run directory or its checkpoints
+    directory. Warns of newer, damaged checkpoints on stderr. Raises ConfigError if none is valid."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -278,7 +278,7 @@ def resolve(source: str) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest, problems = newest_valid(folder)
     if newest is None:
-        message = "no valid checkpoint there" if path.exists() else "does not exist"
+        message = "contains no valid checkpoint" if path.exists() else "does not exist"
         missing = Issue(source, "not_found", message, hint="pass a run directory or a checkpoint")
         raise ConfigError([missing, *(Issue("", "damaged", problem) for problem in problems)])
     for problem in problems:
@@ -295,10 +295,10 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decide when a checkpoint is due, from values that all ranks share, so that all ranks agree."""
+    """Decide when a checkpoint is due. All ranks pass equal values, so that they make equal decisions.
+    `elapsed_s`: seconds on the shared clock at the newest checkpoint."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
-        """`elapsed_s`: reading of the shared clock at the newest checkpoint."""
         self._every_steps, self._shortest_s = settings.every_steps, settings.every_minutes * 60
         self._by_time = settings.every_minutes > 0 and settings.keep > 0
         self._interval_s, self._saved_s = self._shortest_s, elapsed_s
@@ -309,7 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save that paused training for `pause_s`; return a line when the interval first grows."""
+        """Record a save and its pause in seconds; return a log line when the interval first grows."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
@@ -321,14 +321,14 @@ class SaveTimer:
 
 
 class NotFiniteError(ValueError):
-    """Raised for a state with a NaN or an infinity, which must not be saved."""
+    """Error for a state that contains a NaN or an infinity and therefore must not be saved."""
 
     failure_kind: FailureKind = "not_finite"
 
 
 class AsyncCheckpointer:
-    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's receives states. A failed
-    save leaves earlier checkpoints intact and is counted; `abort_reason` is set if it must end the run."""
+    """Write checkpoints in a background thread, one at a time. Every rank has an instance, but only rank 0
+    writes. A failed save is counted and leaves earlier checkpoints intact."""
 
     def __init__(
         self,
@@ -343,9 +343,9 @@ class AsyncCheckpointer:
         """Step of the newest checkpoint completely written to `folder`; None if there is none."""
         self.failed_saves = self.failed_writes = 0
         self.stall_s = 0.0
-        """Seconds for which saving paused training: gathering, and waiting for an earlier write."""
+        """Seconds for which saving paused training: to gather the state and to wait for an earlier write."""
         self.abort_reason: Failure | None = None
-        """First failed save, if checkpoint.on_error is `stop`."""
+        """First failed save, which must end the run; set only if checkpoint.on_error is `stop`."""
         self.problem: Failure | None = None
         """Failure of the last save; None if it succeeded."""
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
@@ -359,8 +359,8 @@ class AsyncCheckpointer:
         return path_of(self._folder, self.saved_step)
 
     def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
-        """Gather the state and start writing it. Waits for an earlier write first, so that the host never
-        stores two states. With `keep` 0, writes nothing and counts the step as saved. Collective."""
+        """Gather the state and start writing it. Waits for an earlier write first, so that host memory never
+        contains two states. If checkpoint.keep is 0, only sets `saved_step`. Collective."""
         if self._settings.keep == 0:
             self.saved_step = step
             return
@@ -372,14 +372,14 @@ class AsyncCheckpointer:
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for the write; return the newest saved step. Raises unexpected errors of the writer."""
+        """Wait for a pending write; return the newest saved step. Raises the writer's unexpected errors."""
         self.close()
         if self._writing is not None:
             self._writing.result()
         return self.saved_step
 
     def close(self) -> None:
-        """Wait for the write."""
+        """Wait for a pending write."""
         if self._writing is not None:
             start = time.perf_counter()
             concurrent.futures.wait([self._writing])
@@ -406,7 +406,7 @@ class AsyncCheckpointer:
             self.saved_step, self.problem = step, None
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """Count a failed save; log a warning for the first of several in a row."""
+        """Count a failed save; log a warning for the first of several consecutive failures."""
         self.failed_saves += 1
         if isinstance(error, OSError):
             self.failed_writes += 1

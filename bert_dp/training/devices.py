@@ -1,4 +1,4 @@
-"""Choose a rank's device, cores and precision; read its PCI address, memory and energy."""
+"""Choose a rank's device, cores and precision; read the device's PCI address, memory and energy."""
 
 import ctypes
 import dataclasses
@@ -21,9 +21,9 @@ from bert_dp.training.process import World
 @dataclasses.dataclass(frozen=True)
 class HostAndDevice:
     node: str
-    """Host name, a slash and the boot identifier, because machines copied from one image share the name."""
+    """Host name, a slash and the boot ID, because machines copied from one image share their host name."""
     gpu: str | None
-    """PCI address of the GPU as in sysfs, domain:bus:device.function; None on a CPU."""
+    """PCI address of the GPU, domain:bus:device.function as in sysfs; None for a CPU."""
 
 
 def own_host_and_device(device: torch.device) -> HostAndDevice:
@@ -35,14 +35,14 @@ def own_host_and_device(device: torch.device) -> HostAndDevice:
 
 
 def choose_device(setting: str, world: World) -> torch.device:
-    """Choose this rank's device: the GPU with its local rank, or the only visible one, which the starter has
-    chosen (srun --gpus-per-task=1). Raises ConfigError if there are more ranks than GPUs."""
+    """Choose this rank's device: the CPU, the only visible GPU (as with srun --gpus-per-task=1) or the GPU
+    whose index is the local rank. Raises ConfigError if too few GPUs are visible."""
     if setting != "cpu" and torch.cuda.is_available():
-        # torch reads either variable at the first allocation. Unless the user has set one, let segments
-        # grow in place: this reuses memory fragmented by other shapes, so larger micro batches fit
+        # unless the user has set an allocator option, let segments grow in place, so that memory fragmented
+        # by tensors of other shapes is reused and larger micro batches fit
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        torch.cuda.init()  # before it, torch counts whole GPUs even if they are partitioned (MIG)
+        torch.cuda.init()  # otherwise device_count() returns the number of GPUs, not of their MIG partitions
     gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
         return torch.device("cpu")
@@ -50,22 +50,22 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but found {gpus}"
+        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but {gpus} are visible"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Select `device` before any GPU work, and make torch's kernels deterministic or allow the fastest ones.
-    In the dry run torch raises RuntimeError for an operation that has no deterministic kernel."""
+    """Select `device`; allow only deterministic kernels, or the fastest ones. Call this before any GPU work.
+    With `deterministic`, the dry run raises RuntimeError for an operation without a deterministic kernel."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # torch also sets inductor's option, which is slow to import
+    # call this only if the setting changes, because torch then imports inductor, which is slow
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
-    # leaves flash attention, which torch then makes deterministic, and plain attention
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
+    # forbid the attention kernels that torch cannot make deterministic; flash and plain attention remain
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
     if device.type == "cuda":
@@ -80,9 +80,9 @@ class Placement:
     """Cores and threads assigned by `set_affinity`."""
 
     shares: tuple[Cores, ...]
-    """Cores of each rank on this node, or only of this rank; a rank with an empty share is not bound."""
+    """Cores of each rank on this node, or only of this rank. A rank with an empty share is not bound."""
     threads: int
-    """Threads of this rank: one per core, or OMP_NUM_THREADS if that is less."""
+    """Number of threads of this rank: one per core, but at most OMP_NUM_THREADS."""
 
     def __str__(self) -> str:
         if not any(self.shares):
@@ -91,12 +91,12 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank; ()
-    = only this rank. Other ranks' GPUs may be invisible here."""
+    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank,
+    because a rank may not see the other ranks' GPUs; () = there is only this rank."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
-        here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
-        placed = bind(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
+        ranks = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
+        placed = bind(ranks.index(world.rank), len(ranks), [str(places[rank].gpu) for rank in ranks])
     else:
         placed = bind(world.local_rank, world.local_size)
         keep_freed_memory()
@@ -105,10 +105,10 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of the cores it may use. `gpus`: the PCI
-    address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks, nothing is bound. A
-    rank allowed fewer cores than its parent was bound on purpose (srun, numactl) and keeps them. `root`: the
-    directory that contains sys/."""
+    """Bind this process to cores near its GPU, or to an equal share of the cores that it may use. `gpus`: PCI
+    address of each local rank's GPU, empty for CPU ranks. If there are fewer cores than ranks, no rank is
+    bound. A rank that may use fewer cores than its parent process keeps them, because the user has bound it
+    (srun, numactl). `root`: directory that contains sys/."""
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
         shares: tuple[Cores, ...] = (tuple(sorted(allowed)),)
@@ -123,17 +123,17 @@ def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path 
 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS; None if it is unset, not a number above 0, or the 1 that torchrun sets."""
-    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is per nesting level
+    """Return OMP_NUM_THREADS; None if it is unset, not a positive number, or the 1 that torchrun sets."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has one per nesting level
     if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
         return None
     return int(first) or None if first.isdecimal() else None
 
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
-    """Split cores among ranks by preferred NUMA node (None = any), in equal shares so that no rank lags. A
-    node with fewer cores than ranks gives each rank all of them; () if none of its cores is allowed, or there
-    are fewer cores than ranks overall."""
+    """Return the cores of each rank. `nodes`: allowed cores by NUMA node; `wanted`: each rank's node, None =
+    any. The ranks of a node get equal shares, so that none is slower; if it has fewer cores than ranks, each
+    rank gets all of them. A share is () if the node has no cores or, for None, fewer cores than ranks."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -146,8 +146,8 @@ def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]
 
 
 def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
-    """Group cores by NUMA node as listed in sysfs, with the threads of a physical core adjacent. Without that
-    information, all cores are on node 0 and each is a physical core."""
+    """Group the allowed cores by NUMA node according to sysfs, with the threads of a physical core adjacent.
+    Without sysfs, all cores are on node 0, and each counts as a physical core."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for core in parse_cores(_read(folder / "cpulist")):
@@ -160,7 +160,7 @@ def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
 
 
 def pci_node(address: str, root: Path) -> int | None:
-    """Return the NUMA node of a PCI device, domain:bus:device.function; None if it is not known."""
+    """Return the NUMA node of the PCI device at `address`, domain:bus:device.function; None if unknown."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
 
@@ -196,8 +196,8 @@ def _read(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep memory freed by tensors; otherwise each micro batch gets its large tensors from the
-    kernel again, page by page. Does nothing without mallopt."""
+    """Let glibc keep memory freed by tensors. Otherwise every micro batch would obtain the memory of large
+    tensors from the kernel again, page by page. Does nothing without mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no separate mapping per tensor
@@ -222,20 +222,20 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Reset a GPU's peak-memory counter, after releasing cached memory, such as autotuning's. Does not reset
-    the peak of a CPU rank, as freed memory stays with the process."""
+    """Release a GPU's cached memory, for example from autotuning, and reset its peak-memory counter. Does
+    nothing on a CPU, because the process keeps freed memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Return how often this rank's GPU allocator failed, released its cache and retried; None on a CPU."""
+    """Return how many times this rank's GPU allocator released its cache to retry; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 
 def joules(device: torch.device) -> float | None:
-    """Return NVML's energy counter in joules since the device's driver was loaded; None without one."""
+    """Return the GPU's energy in joules since its driver was loaded, read by NVML; None if unknown."""
     if device.type != "cuda":
         return None
     try:
@@ -284,15 +284,15 @@ def choose_precision(setting: str, device: torch.device) -> Precision:
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:
-    """Choose the precision for inference: auto = bf16 on a GPU with bf16 hardware, else fp32. fp32 means no
-    autocast: the weights' own precision is used, whichever that is."""
+    """Choose the precision for inference: auto = bf16 on a GPU with bf16 hardware, else fp32. With fp32 there
+    is no autocast, so the weights keep their own precision."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return precision_of(setting)
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """Allow TF32 for fp32 matrix products on a GPU in bf16 and fp16 runs; an fp32 run, whose MFU divides by
-    the fp32 peak, multiplies in fp32."""
+    """Allow TF32 for fp32 matrix products on a GPU, unless the run's precision is fp32, because the MFU of
+    an fp32 run is relative to the fp32 peak."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

@@ -25,8 +25,8 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Exchange small host values on a gloo group separate from the gradients' group. Every rank must call the
-    same methods in the same order. Without a group, they return their argument."""
+    """Exchange small host values over a gloo group that is not used for gradients. Every rank must call the
+    same methods in the same order. `group`: None for a single rank."""
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
         self.world = world
@@ -42,7 +42,7 @@ class HostCollectives:
         return torch.stack(parts)
 
     def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an elementwise maximum over ranks; call the returned function to wait for the result."""
+        """Start an elementwise maximum over ranks. The returned function waits for the result."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine.tolist
@@ -63,8 +63,8 @@ class HostCollectives:
         return gather_json(mine, self._group, torch.device("cpu"))[0]
 
     def from_rank_0(self, setting: str, choose: Callable[[], Any]) -> Any:
-        """Call `choose` on rank 0 and return its JSON value on every rank, or raise its ConfigError, about
-        `setting`, on every rank. Collective."""
+        """Call `choose` on rank 0 and return its JSON value on every rank. If it raises ConfigError, raise
+        the same error on every rank, as an error of `setting`. Collective."""
         value, issues = None, list[dict[str, Any]]()
         if self.world.rank == 0:
             try:
@@ -87,7 +87,7 @@ class HostCollectives:
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
     """Gather every rank's JSON value, in group-rank order, on a device that the group supports. Collective.
-    Torch's own object collectives unpickle, and so execute, whatever a peer sends."""
+    torch's object collectives are not used, because they unpickle, and so can execute, a peer's data."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = len(data)
@@ -100,8 +100,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[HostAndDevice, ...]]:
-    """Return the ranks' store, and the host and device of each rank, without creating a process group: NCCL's
-    start fails or hangs if two ranks share a GPU. Collective."""
+    """Return the store that all ranks share, and each rank's host and device. Does not create a process
+    group, because NCCL would fail or hang if two ranks shared a GPU. Collective."""
     mine = own_host_and_device(device)
     if world.size == 1:
         return dist.HashStore(), (mine,)
@@ -117,7 +117,7 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU (NCCL refuses that) or a set of `rank_sets` spans nodes."""
+    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or a set of ranks in `sets` spans nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -134,7 +134,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = rendezvous here. A single rank joins none unless `group_of_one` (ddp engine on one GPU)."""
+    None = call `rendezvous`. A single rank joins a group only if `group_of_one` (engines except single)."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -152,10 +152,10 @@ def connect(
 
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
-    """List the last `count` collectives that this rank has started, oldest first; [] without a flight
-    recorder. `sizes` are those of the inputs, in elements."""
+    """List the last `count` collectives that this rank has started, oldest first; [] if torch has no flight
+    recorder. `sizes` are the shapes of the inputs."""
     collectives: list[dict[str, Any]] = []
-    # the flight recorders of the other backends and of NCCL; private to torch
+    # private functions of torch for the flight recorders of NCCL and of other backends
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump else []
@@ -180,7 +180,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Request to stop: none, a signal (stop after a checkpoint), or a failed run, which takes precedence."""
+    """Request to stop: none, a signal (stop after a checkpoint), or a failure, which takes precedence."""
 
     signal: int = 0
     failed: bool = False
@@ -190,11 +190,11 @@ class Stop:
 
 
 class SharedClock:
-    """Give all ranks the same elapsed seconds, those of rank 0's clock, and the stop request of any rank.
-    With `spending`, give the spent share of a budget in dollars or kWh instead of seconds.
+    """Send rank 0's elapsed seconds, and any rank's stop request, to all ranks. With `spending`, send the
+    spent share of a budget in dollars or kWh instead of the seconds.
 
-    `exchange` returns the values sent one step earlier and sends the next ones, so no step waits for it. Rank
-    0 sends its reading at the expected start of the next step: now plus the last completed step's duration.
+    `exchange` returns the values sent one step earlier and sends new ones, so that no step waits for them.
+    Rank 0 sends the expected start of the next step: now plus the duration of the last completed step.
     """
 
     def __init__(
@@ -210,30 +210,30 @@ class SharedClock:
         self.spending = spending
         self._shared = 0.0 if spending else elapsed_s  # result of the last exchange
         self.shared_elapsed_s = elapsed_s
-        """Rank 0's reading in the last exchange, the same on every rank."""
+        """Elapsed seconds that rank 0 sent in the last exchange, identical on every rank."""
         self._step_began_s = elapsed_s
         self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """Return this rank's own reading in seconds: for records, never for decisions."""
+        """Return the elapsed seconds on this rank's clock. Use them only in records, because ranks differ."""
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the amount spent by `elapsed_s`: those seconds, or on rank 0 the share of the budget."""
+        """Return the share of the budget spent at `elapsed_s` (rank 0, with `spending`), else `elapsed_s`."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds, for a checkpoint. For a budget in hours at least the last shared
-        reading, which may expect a longer step, so that progress never decreases when the run resumes."""
+        """Return the elapsed seconds for a checkpoint. Without `spending`, they are at least the seconds of
+        the last exchange, which may have predicted a longer step, so that a resumed run loses no progress."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """Return the amount spent by the start of this step, never decreasing, and any rank's stop request.
-        The first exchange returns the initial elapsed_s, or rank 0's share of the budget. The second waits
-        for rank 0's reading, as no step has been timed before. Collective."""
+        """Return the amount spent at the start of this step, which never decreases, and any rank's stop
+        request. The first call returns the initial elapsed_s, or rank 0's share of the budget. The second
+        call waits for rank 0, because the first one could not predict the step's end. Collective."""
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
             self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)
@@ -244,24 +244,24 @@ class SharedClock:
         return self._shared, wanted
 
     def end_step(self) -> float:
-        """Return this step's seconds, since the last exchange; call it before evaluation and saving."""
+        """Return this step's seconds since the last exchange. Call this before evaluation and saving."""
         self._step_s = self.elapsed_s() - self._step_began_s
         return self._step_s
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
-        """Return whether an evaluation or a save now, as long as the last one, would leave the reserve of a
-        budget in dollars or kWh; True for other budgets. Collective."""
+        """Return whether an evaluation or a save, of the duration expected in `spending`, fits into a budget
+        in dollars or kWh without using its reserve; True for other budgets. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
         return bool(self._comm.broadcast(self.spent(end_s) < 1.0))
 
     def pause_since(self, began_s: float) -> float:
-        """Return rank 0's seconds since its reading `began_s`, on every rank. Collective."""
+        """Return the seconds since `began_s` on rank 0's clock, identical on every rank. Collective."""
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send the amount spent again after a pause, as the expected step excluded it. Collective."""
+        """Send the amount spent again after a pause, which `exchange` could not predict. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)
@@ -280,12 +280,12 @@ class SharedClock:
             self._receive()
 
     def _send(self, elapsed_s: float, stop: Stop) -> None:
-        """Start an exchange; for the time and the amount spent, only rank 0's values count."""
+        """Start an exchange, to which rank 0 contributes the amount spent and the elapsed seconds."""
         mine = (self.spent(elapsed_s), elapsed_s) if self._comm.world.rank == 0 else (0.0, 0.0)
         self._pending = self._comm.max_async([*mine, float(stop.signal), float(stop.failed)])
 
     def _receive(self) -> tuple[float, float, Stop]:
-        """Wait for the pending exchange; return the amount spent, elapsed seconds and stop request."""
+        """Wait for the pending exchange; return the amount spent, elapsed seconds and the stop request."""
         assert self._pending is not None
         spent, elapsed_s, signal, failed = self._pending()
         self._pending = None

@@ -1,4 +1,4 @@
-"""Start the process that displays and finishes a run not started by our launcher. Torch-free."""
+"""Start the process that displays and finishes a run not started by bert-dp's launcher. Torch-free."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from bert_dp import files
 from bert_dp.config import Config, dump_config
 from bert_dp.training.process import World
 
-MODULE = "launcher.run.follow"  # a separate process: its errors never reach the rank
+MODULE = "launcher.run.follow"  # runs as a separate process, so that its errors cannot affect the rank
 READY_S, CLOSE_S = 60.0, 60.0
 
 
 class Follower:
-    """Context manager on rank 0. After `start`, a launcher process shows the run's lines; when rank 0 leaves
-    the context or is killed, that process completes summary.json, writes the page and shows the result."""
+    """Context manager for rank 0. `start` creates a process that shows the log lines. When rank 0 leaves the
+    context or is killed, that process completes summary.json, writes the page and shows the result."""
 
     def __init__(self, run_dir: Path, world: World):
         self._arguments = [str(run_dir), str(world.size), str(world.local_size)]
         self._run_dir = run_dir
-        self._ours, self._theirs = socket.socketpair()
+        self._socket, self._child_socket = socket.socketpair()
         self._cores = os.sched_getaffinity(0)  # read before this rank is bound to a subset
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -33,33 +33,33 @@ class Follower:
 
     def start(self, config: Config) -> None:
         """Write config.yaml, remove the error files and summary of an earlier start, start the process and
-        wait until it reads. It inherits this process's current stdout. Raises OSError."""
+        wait until it is ready. The process inherits the current stdout. Raises OSError."""
         logs = self._run_dir / "logs"
         logs.mkdir(exist_ok=True)
         for stale in (*logs.glob("rank-*.error.json"), self._run_dir / "summary.json"):
             stale.unlink(missing_ok=True)
         files.write_text(self._run_dir / "config.yaml", dump_config(config))
-        # a batch system signals every process of a job; the child inherits the blocked signals
+        # block the signals that a batch system sends to all processes of a job; the child inherits the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, files.STOP_SIGNALS)
         cores = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, self._cores)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", MODULE, *self._arguments],
-                stdin=self._theirs.fileno(),
+                stdin=self._child_socket.fileno(),
                 start_new_session=True,
             )
         finally:
             os.sched_setaffinity(0, cores)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self._theirs.close()
-        self._ours.settimeout(READY_S)
+            self._child_socket.close()
+        self._socket.settimeout(READY_S)
         with contextlib.suppress(OSError):
-            self._ours.recv(1)
+            self._socket.recv(1)
 
     def __exit__(self, *_: object) -> None:
-        self._theirs.close()
-        self._ours.close()
+        self._child_socket.close()
+        self._socket.close()
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_S)

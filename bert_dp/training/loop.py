@@ -1,4 +1,4 @@
-"""Train: train_step, evaluate, save, and the only loop, train."""
+"""Define the training loop (`train`) and its parts: steps, evaluations and saves."""
 
 import dataclasses
 import gc
@@ -32,7 +32,7 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """Context of one rank after the rendezvous, before it builds anything."""
+    """Context of one rank after the rendezvous, before the model is built."""
 
     config: Config
     layout: BatchLayout
@@ -52,7 +52,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Rank):
-    """All objects that one rank trains with; created in build.py."""
+    """All objects with which one rank trains; created in build.py."""
 
     precision: Precision
     stream: Stream
@@ -63,7 +63,7 @@ class Trainer(Rank):
     optimizer: torch.optim.Optimizer
     num_parameters: int
     metadata: dict[str, Any]
-    """Other facts for state.json: the configuration, the data's hash, whether the model is compiled."""
+    """Further fields of state.json, such as the configuration and the data's hash."""
     meter: Meter
     checkpointer: AsyncCheckpointer
     records: Records
@@ -75,9 +75,9 @@ class TrainingOutcome:
     """Result of `train`."""
 
     signal: int
-    """Signal that stopped the run; 0 = the budget is spent, or `failure`."""
+    """Signal that stopped the run; 0 if the budget was spent or the run failed."""
     failure: Failure | None
-    """Reason for aborting the run, the same on every rank."""
+    """Reason why the run failed, identical on every rank; None if it did not fail."""
 
 
 def train_step(
@@ -90,11 +90,11 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Run forward, backward, reduction, clipping and the optimizer step.
 
-    `batches` yields `grad_accum_steps` micro batches, each fetched after the previous one has been moved to
-    the device. `num_targets` counts the step's targets over all replicas. Returns this replica's share of the
-    mean loss over them (the shares sum to it) and the reduced gradient norm, both device scalars; no host
-    sync. Times compute_before_reduction: forward and backward up to the last micro batch's backward, before
-    any gradient is reduced.
+    `batches` yields `grad_accum_steps` micro batches; each is fetched after the previous one's backward pass.
+    `num_targets`: number of targets of the step over all replicas. Returns two device scalars, without a host
+    sync: this replica's share of the mean loss over the targets (the shares sum to the mean) and the reduced
+    gradient norm. The timer compute_before_reduction includes every pass except the last backward pass,
+    because that pass reduces gradients.
     """
     engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
@@ -118,9 +118,9 @@ def train_step(
 
 
 def dry_run(trainer: Trainer, start: State) -> None:
-    """Run one synchronised step before the first real one: compile, find out-of-memory early, let DDP build
-    its buckets (at three ranks or more its first iteration reduces in another order). Takes no samples from
-    the stream; afterwards loads the state `start`. Collective."""
+    """Run one training step and one evaluation batch, then load the state `start`. This compiles the model,
+    detects a lack of memory early, and lets DDP build its buckets, because with three or more ranks its first
+    iteration reduces in a different order. Takes no samples from the stream. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
     train_step(
@@ -141,7 +141,8 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return the task's held-out measurements, without dropout. Options: see Context. Collective."""
+    """Return the task's measurements on held-out data, without dropout, or None (see `Task.evaluate`).
+    `stopped` and `run_dir`: see `Context`. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -160,7 +161,7 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Train until the budget is spent, a rank gets a signal or the run aborts; update `state`. Collective."""
+    """Train until the budget is spent, a signal arrives or the run fails; update `state`. Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)
     meter.start(trainer.stream.wait_s)
@@ -169,7 +170,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
         heartbeat.enter("data", state.step + 1)
         spent, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
-            meter.timers.restart()  # exclude the copies' waiting for each other
+            meter.timers.restart()  # exclude the time for which replicas wait for each other
         progress = progress_at(config, state.step, state.samples, spent)
         if stop or progress >= 1.0:
             break
@@ -192,10 +193,10 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
             log_steps(trainer, state, clock)
         step_s = clock.end_step()
         if clock.spending is not None and not state.eval_s:
-            # a forward pass costs a third of a step
+            # estimate before the first evaluation: a forward pass takes a third of a step
             clock.spending.evaluation_s = step_s * trainer.data.num_evaluated / state.global_batch / 3
         evaluates = config.eval.every_steps and state.step % config.eval.every_steps == 0
-        if evaluates and clock.has_time_for("evaluation_s"):  # else evaluate at the end only
+        if evaluates and clock.has_time_for("evaluation_s"):  # otherwise evaluate only at the end
             with meter.paused():
                 evaluate_and_write(trainer, state, clock)
             clock.read_again(stop_request(trainer, state))
@@ -211,7 +212,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
 
 
 def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
-    """Yield the next `count` micro batches. The heartbeat is in phase `data` while waiting for one."""
+    """Yield the next `count` micro batches. While waiting for one, the heartbeat is in phase `data`."""
     for _ in range(count):
         trainer.heartbeat.enter("data")
         batch = trainer.stream.next()
@@ -234,9 +235,9 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         state.request_abort(nothing, "not_finite" if state.step else "error")
     is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
-    if is_due:  # after the save: an error here must not lose the run
+    if is_due:  # after the save, so that an error does not lose the run
         evaluate_and_write(trainer, state, clock)
-        if state.step != state.evaluated_step:  # interrupted by a signal, or no held-out data
+        if state.step != state.evaluated_step:  # the evaluation was interrupted, or there is no held-out data
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
     failure = trainer.comm.broadcast_failure(state.abort_reason or trainer.checkpointer.abort_reason)
@@ -246,9 +247,9 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 
 
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
-    """Write a line of metrics.jsonl; check its loss and its skipped steps. Collective."""
+    """Write a line of metrics.jsonl and check it for loss spikes and skipped steps. Collective."""
     trainer.heartbeat.enter("log", state.step)
-    gc.collect()  # full, as older objects are frozen; on all ranks at once, while the device works
+    gc.collect()  # on all ranks at the same time, while the device works; fast, as older objects are frozen
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
     spent = clock.spent(elapsed_s)
@@ -297,7 +298,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.heldout, state.evaluated_step = measured, state.step
     if trainer.comm.world.rank == 0:
         with suppress(OSError):
-            files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line per step
+            files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # drop this step's line, if any
         line = {
             "step": state.step,
             "tokens": trainer.meter.tokens(state.samples),
@@ -309,8 +310,8 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
-    """Start saving the run in the background. With `wait`, return when it is saved, or why it is not, the
-    same on every rank. Collective."""
+    """Start saving the run in the background. With `wait`, wait for the save and return its failure, or None
+    if it succeeded, identical on every rank. Collective."""
     trainer.heartbeat.enter("save", state.step)
     checkpointer, comm = trainer.checkpointer, trainer.comm
     if wait and comm.broadcast(checkpointer.wait()) == state.step:

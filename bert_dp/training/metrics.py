@@ -1,5 +1,5 @@
-"""Accumulate and time steps on the device (one sync, one gather and one record per log line); detect
-anomalies: loss spikes, skipped steps and divergence."""
+"""Measure steps, with one device sync, one gather and one record per log line; detect loss spikes, skipped
+steps and divergence."""
 
 import itertools
 import math
@@ -20,14 +20,14 @@ from bert_dp.training.distributed import HostCollectives
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "compute_before_reduction")
-STRAGGLER_STEPS = 10  # fewer steps would let one pause make a rank a straggler
+STRAGGLER_STEPS = 10  # minimum number of steps, so that one pause does not make a rank a straggler
 
 
-Mark = Any  # point in time: a CUDA event on a GPU, seconds of the clock on a CPU
+Mark = Any  # point in time: a CUDA event on a GPU, seconds on a CPU
 
 
 class Timers:
-    """Measure seconds per step, total and by phase: with CUDA events on a GPU, read at the next drain."""
+    """Measure the seconds of each step and of its phases: on a GPU with CUDA events, which `drain` reads."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -36,7 +36,7 @@ class Timers:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next step here, excluding the time before."""
+        """Begin the next step now, so that the time since the last step does not count."""
         self._step_start, self._host_start = self.mark(), time.perf_counter()
 
     def count(self, name: str, begin: Mark) -> None:
@@ -48,13 +48,13 @@ class Timers:
         host_s = time.perf_counter() - self._host_start
         phases, start = self._phases, self._step_start
         if self._cuda and phases and not phases[-1][1].query():
-            host_s = 0.0  # the device has not reached the end of the last phase: it lags behind the host
+            host_s = 0.0  # the device has not completed the last phase, so it lags behind the host
         self._phases = []
         self.restart()
         self._finished.append((phases, start, self._step_start, host_s))
 
     def mark(self) -> Mark:
-        """Return the current time of the device's clock."""
+        """Return a mark for the current point in the device's work."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -66,9 +66,9 @@ class Timers:
         return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
 
     def drain(self) -> dict[str, list[float]]:
-        """Return name -> seconds of each step since the last drain: TIMED, `step` (the whole step) and `host`
-        (time to enqueue the step; 0 if the GPU fell behind, since the host may then have been blocked on a
-        full queue). The device must be synchronised."""
+        """Return the seconds of each step since the last drain, by name: the phases in TIMED, `step` (the
+        whole step) and `host` (time to enqueue the step; 0 if the GPU lagged behind, because a full queue may
+        then have blocked the host). The device must be synchronised."""
         steps = []
         for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
@@ -82,8 +82,9 @@ class Timers:
 def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
-    """Return the ratio of the slowest rank's compute time over `steps` steps to the median of the others, and
-    the straggler: rank, ratio and seconds per step that the others wait for it, or None."""
+    """Return the ratio of the slowest rank's compute time to the median of the other ranks' times, and the
+    straggler: its rank, ratio, and seconds per step for which the others wait. Either can be None.
+    `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
     slowest = max(compute_before_reduction_s)
@@ -98,8 +99,8 @@ def straggler(
 
 
 def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the seconds per step in which the device waited for data. A host may wait while its GPU still
-    computes, so only the part of the step outside the phases counts. `phases`: see `Timers.drain`."""
+    """Return the seconds of each step for which the device waited for data. The host may wait while the GPU
+    still computes, so a wait is limited to the step's time outside PHASES. `phases`: see `Timers.drain`."""
     busy = zip(*(phases[name] for name in PHASES), strict=True)
     return [
         min(wait, max(0.0, step - sum(parts)))
@@ -108,7 +109,8 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Accumulate measurements between log lines, and `totals` (seconds, real steps only) for the summary."""
+    """Accumulate measurements for each log line and, in `totals` (seconds), for the summary. The dry run is
+    not included. `tokens_per_sample` excludes padding; `skipped` counts steps skipped before this start."""
 
     def __init__(
         self,
@@ -121,27 +123,26 @@ class Meter:
         peak_flops: float | None,
         skipped: int = 0,
     ):
-        """`tokens_per_sample`: without padding; `skipped`: steps that the run skipped before this start."""
         self._comm, self._device, self._layout = comm, device, layout
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
         self.compute_before_reduction_s = [0.0] * layout.world_size
-        """Seconds per rank before any reduction, over all real steps."""
+        """Seconds of each rank before the reductions, summed over all measured steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
         self._row = torch.zeros_like(self.skipped)
         self.steps: dict[str, Any] = {}
-        """Line of steps/rank-N.jsonl: this rank's steps of the last flush."""
+        """Line of steps/rank-N.jsonl for the steps of the last flush."""
         self.measured: dict[str, float | None] = {}
-        """Metrics of the last line that the summary and the page show by name."""
+        """Metrics of the last log line that the summary and the page also show."""
         self.skipped_in_a_row = 0
-        """Number of consecutive skipped steps up to the last line, including its own step."""
+        """Number of consecutive skipped steps up to and including the step of the last log line."""
         self.start(0.0)
 
     def start(self, wait_s: float) -> None:
-        """Start timing; `wait_s` is the stream's data wait so far."""
+        """Start timing. `wait_s`: total seconds for which the stream has waited for data."""
         self._start = time.perf_counter()
         self._paused_s = 0.0
         self._steps = self._samples = self._micro = 0
@@ -149,8 +150,8 @@ class Meter:
         self.timers.restart()
 
     def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
-        """Record the device scalars of one step (this replica's share of the mean loss, the reduced norm) and
-        the stream's data wait so far. No sync."""
+        """Record one step without a device sync. `loss` (this replica's share of the mean loss) and `norm`
+        (reduced) are device scalars; `wait_s`: see `start`."""
         self._loss, self._norm = loss, norm
         bad = ~norm.isfinite()
         self.skipped += bad
@@ -172,8 +173,8 @@ class Meter:
         self.timers.restart()
 
     def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> dict[str, Any]:
-        """Return a line of metrics.jsonl. Times and rates are means over the steps since the previous line,
-        `lr` and `global_batch` those of this step. One sync, one gather. Collective."""
+        """Return a line of metrics.jsonl. Times and rates are means over the steps since the previous line;
+        `lr` and `global_batch` are the last step's. One sync, one gather. Collective."""
         synchronize(self._device)
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
@@ -194,7 +195,7 @@ class Meter:
             "tokens": self.tokens(state.samples),
             "epoch": epoch,
             "progress": progress,
-            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # equal on the ranks of a replica
+            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # from one rank per replica
             "lr": state.lr,
             "global_batch": state.global_batch,
             "micro_batch": self._layout.micro_size,
@@ -213,8 +214,8 @@ class Meter:
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """Gather [N, 7], each rank's values since the last line: loss share, peak memory in GiB, seconds of
-        data wait, of TIMED and of the interval. Stores this rank's own steps in `steps`."""
+        """Gather [N, 7], each rank's values since the last line: loss share, peak memory in GiB, and seconds
+        of data wait, of each phase in TIMED and of the interval. Also sets `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
@@ -228,11 +229,11 @@ class Meter:
         return self._comm.all_gather([float(self._loss), memory_gib, sum(waits), *sums, seconds])
 
     def tokens(self, samples: int) -> int:
-        """Return the tokens in `samples` samples, at the mean length."""
+        """Return the number of tokens in `samples` samples of mean length."""
         return round(samples * self._tokens_per_sample)
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
-        """Return throughput over all replicas; `micro`: micro-batch steps summed over replicas."""
+        """Return the throughput of all replicas. `micro`: number of micro batches of all replicas."""
         tokens_per_s = samples * self._tokens_per_sample / seconds
         per_gpu, peak = tokens_per_s / self._layout.world_size, self._peak_flops
         return {
@@ -245,23 +246,23 @@ class Meter:
         }
 
     def total_rates(self) -> dict[str, Any]:
-        """Return throughput over all real steps of this process; all None before the first flush."""
+        """Return the throughput over all measured steps; every value is None before the first flush."""
         if not self.total_steps:
             return dict.fromkeys(self.rates(1, 1, 1, 1.0))
         return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
 
 
-# torch's counters of DDP reductions are private, so these functions may find none
+# The following functions use private counters of torch's DDP, which other versions of torch may lack.
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
-    """Let DDP time every `every_steps`-th step, in addition to its first ten; on a GPU each costs a sync."""
+    """Let DDP time every `every_steps`-th step after the first ten; on a GPU, each one costs a sync."""
     if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
         model._set_ddp_runtime_logging_sample_rate(every_steps)
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reductions not overlapped by a backward pass, in the step that DDP timed last."""
+    """Return the seconds of reduction not overlapped by backward in the step that DDP timed last, or None."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
@@ -278,15 +279,15 @@ def _ddp_logging_data(model: Any) -> dict[str, Any]:
     return dict(model._get_ddp_logging_data()) if hasattr(model, "_get_ddp_logging_data") else {}
 
 
-WINDOW = 128  # logged losses to compare with; WINDOW and SIGMAS: OLMo-core's SkipStepOptimizer
+WINDOW = 128  # number of earlier logged losses; WINDOW and SIGMAS are from OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
 MIN_LOSSES = 16  # logged losses needed for a meaningful standard deviation
-FP16_SKIPS = 16  # additional allowance: the scaler halves at each skip, from 2^16 down to 1
+FP16_SKIPS = 16  # additional skips allowed, because each one halves the loss scale, from 2^16 down to 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
     """Return whether a logged loss exceeds the mean of the previous ones by SIGMAS standard deviations."""
-    if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # non-finite steps are counted elsewhere
+    if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # not finite: the step was skipped
         return False
     return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)
 
@@ -299,8 +300,8 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
-    """Return the reason to stop if too many steps in a row, up to `step` with learning rate `lr`, had a
-    gradient that is not finite. Called only when a line is logged, so that no step waits for the device."""
+    """Return the reason to stop if too many consecutive steps up to `step`, which has learning rate `lr`, had
+    a gradient that is not finite, else None. Called once per log line, as `in_a_row` needs a sync."""
     most = config.run.max_skipped_in_a_row
     if in_a_row < most + (FP16_SKIPS if precision == "fp16" else 0):
         return None
@@ -311,7 +312,7 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 
 
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
-    """Return the reason for a failure if the run took no step or skipped every step, else None."""
+    """Return the reason to fail if all steps were skipped or the budget allowed no step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
         return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
     if not step or skipped < step:

@@ -1,7 +1,7 @@
 """Estimate the gradient noise scale B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162,
 A.1), the batch size beyond which additional samples per step bring diminishing returns.
 
-NormPairs collects squared gradient norms at two batch sizes per step; `estimate` computes B_simple from them.
+NormPairs collects gradient norms at two batch sizes per step; `estimate` computes B_simple from the norms.
 """
 
 import collections
@@ -21,7 +21,7 @@ from bert_dp.cost import student
 from bert_dp.files.models import NoiseScale
 from bert_dp.training.distributed import HostCollectives
 
-WINDOW = 200  # steps used for the summary: the scale grows over a run
+WINDOW = 200  # the summary uses only the last steps, because the noise scale grows during a run
 MIN_STEPS = 50
 BLOCKS = 20
 T_95, T_999 = (student(BLOCKS - 1, level) for level in (0.95, 0.998))  # two-sided 95 %, one-sided 99.9 %
@@ -31,12 +31,12 @@ CommHook = Callable[[Any, Any], Any]
 
 
 class NormPairs:
-    """Collect two norms per step, of the mean gradient over a small batch and over the global batch, before
-    clipping, on the device until `drain`. Does nothing without log.noise_scale.
+    """Collect two norms per step: of the mean gradient of a small batch and of the global batch, before
+    clipping. The norms stay on the device until `drain`. Does nothing unless log.noise_scale is set.
 
-    With several replicas the small batch is one replica's share; with one it is the first micro batch.
+    The small batch is one replica's share of the global batch or, with one replica, the first micro batch.
 
-    `share`: factor of a replica's gradient before the reduction, relative to its samples' mean gradient.
+    `share`: a replica's gradient before the reduction, divided by the mean gradient of its samples.
     """
 
     def __init__(self, config: Config, dp_size: int, *, share: float = 1.0):
@@ -56,22 +56,22 @@ class NormPairs:
         self._loss_scale: Tensor | None = None
 
     def reducing(self, gradient: Tensor) -> None:
-        """Record the norm of a part of this replica's gradient that is about to be reduced."""
+        """Record the norm of a part of this replica's gradient before the part is reduced."""
         if self.on and self._dp_size > 1:
             self._parts.append(torch.linalg.vector_norm(gradient))
 
     def before(self, reduce: CommHook) -> CommHook:
-        """Return a hook that records the norm of each bucket before `reduce`."""
+        """Return a hook that records the norm of each bucket and then calls `reduce`."""
 
         def measured(state: Any, bucket) -> Any:
             self.reducing(bucket.buffer())
             return reduce(state, bucket)
 
-        measured.__annotations__.clear()  # torch compares them with types, but here they are strings
+        measured.__annotations__.clear()  # torch rejects annotations other than its own types
         return measured
 
     def end_micro(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Record that a micro batch's gradient has been added."""
+        """Record that the gradient of a micro batch has been accumulated."""
         if not self.on:
             return
         self._num_micro += 1
@@ -84,18 +84,18 @@ class NormPairs:
             self._parts = list(torch._foreach_norm([p.grad for p in parameters]))
 
     def end_step(self, norm: Tensor) -> None:
-        """Complete the step. `norm`: of the reduced gradient, unscaled, before clipping."""
+        """Complete the step. `norm`: norm of the reduced gradient, unscaled and before clipping."""
         if not self.on:
             return
-        # with one replica, the first micro batch contributes 1 / num_micro of the step's mean
+        # with one replica, the first micro batch's gradient was divided by the number of micro batches
         own = torch.stack(self._parts).norm() * (self._num_micro if self._dp_size == 1 else 1 / self._share)
         own = own if self._loss_scale is None else own / self._loss_scale
         self._ended.append((own, norm, self._num_micro))
         self._begin()
 
     def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
-        """Return the lines of noise.jsonl for the steps since the last drain up to `step`, a new one whenever
-        the batch size changes. Omits skipped steps and steps of only one batch. Collective."""
+        """Return lines of noise.jsonl, one per batch size, for the steps since the last drain up to `step`.
+        Omits skipped steps, and steps whose small batch is the whole batch. Collective."""
         ended, self._ended = self._ended, []
         if not ended:
             return []
@@ -118,15 +118,15 @@ class NormPairs:
 def estimate(
     small_sq: Sequence[float], big_sq: Sequence[float], b_small: ArrayLike, b_big: ArrayLike
 ) -> NoiseScale:
-    """Estimate B_simple from squared gradient norms at batch sizes b < B, each one number or one per step.
+    """Estimate B_simple from each step's squared gradient norms at batch sizes b < B, which may vary by step.
+    Because E |g_b|^2 = |G|^2 + tr(Sigma) / b, unbiased estimates of a step are
 
-        E |g_b|^2 = |G|^2 + tr(Sigma) / b, so per step, without bias,
         |G|^2      = (B |g_B|^2 - b |g_b|^2) / (B - b)
         tr(Sigma)  = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
 
-    Both are averaged over the steps before division. The interval is Fieller's: all ratios x with (mean tr -
-    x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), with the variance from 20 blocks of consecutive steps.
-    Inconclusive with fewer than 50 steps, or if |G|^2 or tr(Sigma) is not above 0 at 99.9 %.
+    Both are averaged over the steps before the division. The 95 % interval is Fieller's: all ratios x with
+    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), whose variance is from 20 blocks of steps.
+    The result is inconclusive with fewer than 50 steps, or if |G|^2 or tr(Sigma) is not above 0 at 99.9 %.
     """
     small_N, big_N, b_N, B_N = np.broadcast_arrays(
         *(np.asarray(x, np.float64) for x in (small_sq, big_sq, b_small, b_big))
@@ -135,11 +135,11 @@ def estimate(
         raise ValueError("the small batch must be smaller than the big one")
     steps = small_N.size
     if steps < MIN_STEPS:
-        reason = f"only {steps} measured steps, at least {MIN_STEPS} are needed"
+        reason = f"only {steps} steps were measured; at least {MIN_STEPS} are needed"
         return NoiseScale(steps=steps, verdict="inconclusive", reason=reason)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
     grad, trace = both_2N.mean(1)
-    # (co)variances of the two means, from sums of BLOCKS blocks
+    # variances and covariance of the two means, from sums over blocks of consecutive steps
     starts = np.arange(BLOCKS) * steps // BLOCKS
     sums = np.add.reduceat(both_2N - both_2N.mean(1, keepdims=True), starts, axis=1)
     (var, cov), (_, var_trace) = sums @ sums.T * (BLOCKS / (BLOCKS - 1) / steps**2)

@@ -1,8 +1,7 @@
-"""Set up a rank before it imports torch (world, signals, log, error file); write its heartbeat and records.
-Torch-free.
+"""Set up a rank before it imports torch (world, signals, log); write its heartbeat and records. Torch-free.
 
-The heartbeat is a memory-mapped file that the launcher may read. Writing it is a store to memory, without a
-system call, and does not depend on a reader.
+The heartbeat is a memory-mapped file, which the launcher may read. The rank writes it without a system call
+and never waits for a reader.
 """
 
 import contextlib
@@ -17,21 +16,20 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.files.models import Failure, FailureKind, kind_of_error
+from bert_dp.files.models import FailureKind
 
-GC_THRESHOLD = 100_000  # objects; each recomputed block leaves 7, some 0.5 KB
+GC_THRESHOLD = 100_000  # new objects; each block that is recomputed in backward leaves 7 (about 0.5 KB)
 
 
 class RunFailed(RuntimeError):
-    """Raised after all ranks have stopped the run together; the message is the cause."""
+    """Error raised after all ranks have stopped the run together. The message is the cause."""
 
     def __init__(self, cause: str, failure_kind: FailureKind = "error"):
         super().__init__(cause)
@@ -39,7 +37,7 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Store the first stop signal after `catch`; the loop reads it once per step."""
+    """Store the first stop signal received after `catch`; the training loop reads it in every step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -54,9 +52,9 @@ class Signals:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable automatic garbage collection in the block, except after GC_THRESHOLD new objects; gc.collect()
-    still works. Objects that exist on entry are never examined. Otherwise Python would pause each rank at a
-    different step, and all other ranks with it."""
+    """Delay automatic garbage collection in the block until there are GC_THRESHOLD new objects. Otherwise
+    each rank would pause at a different step, and the other ranks would wait for it. Explicit gc.collect()
+    works, but ignores the objects that exist on entry."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -80,14 +78,14 @@ class TolerantFile(io.FileIO):
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
             written: int | None = super().write(data)
-            if written is not None:  # None: a full pipe that does not block
+            if written is not None:  # None: a non-blocking pipe is full
                 return written
         TolerantFile.failed_writes += 1
         return len(data)
 
 
 class LogStream(io.TextIOWrapper):
-    """Write text to a descriptor: mask secrets, flush after each line, raise no OSError."""
+    """Text stream to a file descriptor. Masks secrets, flushes after each line and never raises OSError."""
 
     def __init__(self, descriptor: int):
         raw = io.BufferedWriter(TolerantFile(descriptor))
@@ -100,7 +98,7 @@ class LogStream(io.TextIOWrapper):
 
 
 class Records:
-    """Append lines to the records in a run directory."""
+    """Append lines to the record files in a run directory."""
 
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
@@ -108,7 +106,7 @@ class Records:
         self.failed_writes = 0
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, to the record `name`. Warns about the first line lost."""
+        """Append `line`, which has a `step`, to file `name`; log a warning for the file's first failure."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
@@ -119,8 +117,8 @@ class Records:
 
 
 def redirect_output(rank: int) -> None:
-    """Append all output of this process to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a separator
-    line if an earlier process wrote there; append stacks on SIGUSR2 to rank-N.stack. Counts failed writes."""
+    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log, if the variable is set, and its stacks on
+    SIGUSR2 to rank-N.stack. A separator line follows the log of an earlier process. Counts failed writes."""
     sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
@@ -138,8 +136,8 @@ def redirect_output(rank: int) -> None:
 
 
 def show_stacks_on_signal(rank: int) -> None:
-    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack (stderr if it is unset),
-    even while C code holds the interpreter lock."""
+    """Append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack (stderr if it is unset) on SIGUSR2,
+    even if C code is running with the interpreter lock."""
     file: IO[str] = sys.stderr
     if folder := os.environ.get(files.LOG_DIR):
         with contextlib.suppress(OSError):  # a full disk
@@ -148,8 +146,8 @@ def show_stacks_on_signal(rank: int) -> None:
 
 
 def follow_launcher() -> None:
-    """Exit as soon as the launcher has exited, however it ended. torchrun puts each worker into a separate
-    session, so nothing else would stop this process."""
+    """Exit as soon as the launcher exits for any reason. torchrun starts each worker in a separate session,
+    so that nothing else would stop this process."""
     pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
         return
@@ -168,47 +166,6 @@ def follow_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
-
-
-def record_error(rank: int, error: BaseException) -> None:
-    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters: once the
-    launcher finds the file, it stops showing the log and reports the cause first."""
-    secrets = files.secret_values(os.environ)  # a library's message may contain one
-    folder = os.environ.get(files.LOG_DIR)
-    if folder:
-        path = Path(folder) / f"rank-{rank}.error.json"
-        with contextlib.suppress(OSError):  # on a full disk the log still has the cause
-            files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
-    if isinstance(error, ConfigError):
-        text = "".join(f"error: {issue}\n" for issue in error.issues)
-    elif isinstance(error, RunFailed):  # not raised by any one line of code
-        text = f"error: {error}\n"
-    else:
-        text = "".join(traceback.format_exception(error))
-    sys.stderr.write(files.safe(files.hide(text, secrets)))
-
-
-def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
-    """Describe an exception with the innermost frame in our code or the user's."""
-    agreed = isinstance(error, RunFailed)
-    frames = [] if agreed else traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if files.is_own_code(frame.filename)]
-    frame = (own or frames)[-1] if frames else None
-    name, text = type(error).__name__, files.hide(str(error), secrets)
-    issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
-    return Failure(
-        kind=kind_of_error(error),
-        message=text if agreed else f"{name}: {text}" if text else name,
-        rank=rank,
-        time_ns=time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
-        error_type=name,
-        where=f"{frame.filename}:{frame.lineno}" if frame else None,
-        source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
-        issues=[
-            {k: files.hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues
-        ],
-        agreed=agreed,
-    )
 
 
 ALIVE_EVERY_S = 1.0
@@ -230,7 +187,7 @@ class HeartbeatWriter:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Enter a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases in
-        files.IN_STEP alternate within a step and do not reset the count of completed pieces."""
+        files.IN_STEP alternate within a step and do not reset the count of completed units of work."""
         slots = self._slots
         if step is not None:
             slots[STEP] = step
@@ -241,15 +198,15 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def progress(self) -> None:
-        """Count a completed piece of the phase: a micro batch or an evaluation batch."""
+        """Count a completed unit of work: a micro batch or an evaluation batch."""
         slots = self._slots
         slots[DONE] += 1
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` once per silence, after `after_s` seconds
-        without progress."""
+        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, once
+        until there is progress again."""
         self._silence = after_s, report
 
     def close(self) -> None:
@@ -266,30 +223,30 @@ class HeartbeatWriter:
             progress, silent_s = slots[PROGRESS], (time.monotonic_ns() - slots[PROGRESS_NS]) / 1e9
             if silent_s >= after_s and progress != reported:
                 reported = progress
-                with contextlib.suppress(Exception):  # a failed report must not stop the rank
+                with contextlib.suppress(Exception):  # a failed report must not end this thread
                     report(progress)
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; return anonymous memory if no file can be written. The zeros are
-    written out: if the file were sparse and the disk full, a later store would kill the rank with SIGBUS. An
-    earlier run's file is replaced, not truncated, as its owner may still write to it."""
+    """Create and map a file of zeros; map anonymous memory if no file can be written. The zeros are written,
+    because a later store to a sparse file would kill the rank with SIGBUS if the disk were full. An earlier
+    run's file is replaced, not truncated, because its owner may still write to it."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         path.write_bytes(bytes(files.BEAT_BYTES))
         with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), files.BEAT_BYTES)
-    except (OSError, ValueError):  # ValueError: the file is shorter than it should be
+    except (OSError, ValueError):  # ValueError: the file is too short
         return mmap.mmap(-1, files.BEAT_BYTES)
 
 
-# (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI
+# variables for (rank, local rank, world size, local world size), by starter
 _SCHEMES = (
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    # variables that only srun sets: a batch script itself also sees SLURM_PROCID and SLURM_NTASKS
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate, deepspeed
+    # Slurm: a batch script also has SLURM_PROCID and SLURM_NTASKS, but only srun sets SLURM_STEP_*
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-    (
+    (  # Open MPI
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -307,8 +264,8 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """Read rank and world size from the first scheme that is set; without one, return a world of one process.
-    Raises ConfigError for variables that are not integers or a rank outside the world."""
+    """Read the world from the first of _SCHEMES whose variables are set; otherwise return a world of one
+    rank. Raises ConfigError if a variable is not an integer or a rank is outside the world."""
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
             continue
@@ -320,7 +277,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
-            message = f"must be an integer, like {size} and the local rank and size"
+            message = f"this variable, {size}, and the local rank and size must be integers"
             raise ConfigError([Issue(rank, "wrong_type", message)]) from None
         if not 0 <= world.rank < world.size:
             message = f"{world.rank} is outside {size}={world.size}"
@@ -334,9 +291,9 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
     """Return the number of ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on
-    the third. Raises ValueError."""
+    the third. Raises ValueError for another format."""
     if name == "LOCAL_WORLD_SIZE":
-        default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for it
+        default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for this variable
     nodes: list[int] = []
     for part in environ.get(name, default).split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -346,16 +303,16 @@ def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
 
 
 def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if several ranks have no rendezvous, neither our launcher's file nor env://."""
+    """Raise ConfigError if several ranks have neither bert-dp's rendezvous file nor a rendezvous address."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world.size > 1 and files.INIT_FILE not in environ and missing:
         message = f"not set, but {world.size} ranks need an address for their rendezvous"
-        hint = "on one machine set MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
+        hint = "set MASTER_ADDR=127.0.0.1 (on several machines: rank 0's host) and any free MASTER_PORT"
         raise ConfigError([Issue(" and ".join(missing), "missing", message, hint=hint)])
 
 
 def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
     """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE for packages that read only these and use
-    LOCAL_RANK as the GPU index: 0 if a rank sees only its own GPU. `gpu`: None on a CPU."""
+    LOCAL_RANK as the GPU index. `gpu`: this rank's GPU index (0 if it sees only one GPU); None on a CPU."""
     named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
     return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

@@ -1,4 +1,4 @@
-"""Record torch.profiler traces of steps: RUN/profile/rank-N.json.gz, for Perfetto."""
+"""Record torch.profiler traces of steps in RUN/profile/rank-N.json.gz, which Perfetto can open."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from bert_dp.training.process import HeartbeatWriter
 
 
 class StepTrace:
-    """Profile the plan's steps on the plan's ranks; every rank creates one. Does nothing without a plan."""
+    """Profile the steps and ranks in `plan`; do nothing without a plan. Every rank creates an instance."""
 
     def __init__(
         self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter
@@ -23,12 +23,12 @@ class StepTrace:
         self._first: int | None = None
         """First step of the current recording."""
         self.steps: list[int] | None = None
-        """First and last recorded step, on any rank."""
+        """First and last recorded step, identical on every rank; None before the recording ends."""
         self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Start or stop recording after `step` steps, as planned; stop at the end of the run in any case.
-        Excluded from step times. Collective."""
+        """Start or stop recording after `step` steps, as planned. With `at_end`, stop in any case. Step times
+        exclude the time for this. Collective."""
         plan = self._plan
         if plan is None:
             return
@@ -36,7 +36,7 @@ class StepTrace:
         ends = self._first is not None and (step == plan.last or at_end)
         if not (begins or ends):
             return
-        self._heartbeat.enter("save", step)  # a trace of many operators takes long to write
+        self._heartbeat.enter("save", step)  # writing a trace of many operators can take long
         with meter.paused():
             if begins:
                 self._first = step + 1

@@ -1,6 +1,6 @@
 """Run one rank: `python -m bert_dp.worker RUN/config.yaml`.
 
-Started by torchrun, accelerate launch or deepspeed, with or without `bert-dp train`, or by srun or mpirun.
+torchrun, accelerate launch and deepspeed (also under `bert-dp train`), srun and mpirun start this command.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import os
 import sys
 import time
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from bert_dp.config.checks import parse_profile, profile_issues, rank_sets
 from bert_dp.config.own_code import code_issues
 from bert_dp.config.schema import METERED
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
+from bert_dp.files.models import Failure, kind_of_error
 from bert_dp.training import process
 from bert_dp.training.follower import Follower
 from bert_dp.training.process import Signals, World
@@ -27,15 +30,23 @@ if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
 SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
-EXIT_WAIT_S = 60.0  # for a killed process, which may still wait for a file server or a GPU
+EXIT_WAIT_S = 60.0  # maximum wait for the exit of a killed process, which a file server or a GPU may delay
+
+
+def run_process() -> None:
+    """Run one rank as this process; exit with its code."""
+    code = main(standalone=files.LAUNCHER_PID not in os.environ)
+    if code:  # skip the shutdown of the process group, because peers may have exited
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def main(
     argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
 ) -> int:
-    """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 for a failure.
-    `make_task`: creates a task that the configuration cannot select; None = the configured one. `standalone`:
-    no launcher manages and shows the run, so rank 0 does."""
+    """Run one rank. Returns 0 if it is done or stopped after a checkpoint, 2 for bad input, 1 for a failure.
+    `make_task`: creates a task that the configuration cannot select; None = create the configured task.
+    `standalone`: there is no launcher, so rank 0 manages and displays the run."""
     files.set_private_umask()
     signals = Signals()
     signals.catch()
@@ -53,17 +64,58 @@ def main(
         try:
             run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
-            process.record_error(world.rank, error)
+            record_error(world.rank, error)
             return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
+def record_error(rank: int, error: BaseException) -> None:
+    """Write the error to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters, because the
+    launcher stops showing the log when it finds the file, so that it can report the cause first."""
+    secrets = files.secret_values(os.environ)  # a library's error message may contain secrets
+    folder = os.environ.get(files.LOG_DIR)
+    if folder:
+        path = Path(folder) / f"rank-{rank}.error.json"
+        with contextlib.suppress(OSError):  # a full disk; the log then contains the error
+            files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
+    if isinstance(error, ConfigError):
+        text = "".join(f"error: {issue}\n" for issue in error.issues)
+    elif isinstance(error, process.RunFailed):  # the ranks agreed to stop, so a traceback would not help
+        text = f"error: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(files.safe(files.hide(text, secrets)))
+
+
+def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
+    """Describe an exception, with the innermost frame of bert-dp's or the user's code."""
+    agreed = isinstance(error, process.RunFailed)
+    frames = [] if agreed else traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if files.is_own_code(frame.filename)]
+    frame = (own or frames)[-1] if frames else None
+    name, text = type(error).__name__, files.hide(str(error), secrets)
+    issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
+    return Failure(
+        kind=kind_of_error(error),
+        message=text if agreed else f"{name}: {text}" if text else name,
+        rank=rank,
+        time_ns=time.monotonic_ns(),  # since boot: the same for all processes, and never adjusted
+        error_type=name,
+        where=f"{frame.filename}:{frame.lineno}" if frame else None,
+        source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
+        issues=[
+            {k: files.hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues
+        ],
+        agreed=agreed,
+    )
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="One rank of a run.")
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="Run one rank.")
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
-    parser.add_argument("--run-dir", type=Path, help="default: the configuration's directory")
-    parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or a run")
-    parser.add_argument("--allow-code", action="store_true", help="run the files in task and optim.name")
+    parser.add_argument("--run-dir", type=Path, help="run directory; default: the directory of config")
+    parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
+    parser.add_argument("--allow-code", action="store_true", help="run the code in task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 = 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
@@ -80,10 +132,10 @@ def run(
     *,
     standalone: bool,
 ) -> None:
-    """Run one rank from reading its environment to writing its summary. Raises ConfigError for bad input,
-    RunFailed on rank 0 when all ranks have stopped the run together; the other ranks then return. After an
-    error the process group stays open until the process exits: otherwise a peer would notice closed
-    connections and report first."""
+    """Run one rank, from loading its configuration to writing its summary. Raises ConfigError for bad input.
+    If all ranks have stopped the run together, rank 0 raises RunFailed and the other ranks return. After an
+    error, the process group stays open until the process exits, so that no other rank reports closed
+    connections before this rank reports the error."""
     started = time.monotonic()
     from bert_dp import parallel, tasks
     from bert_dp.training import build, devices, distributed
@@ -106,7 +158,7 @@ def run(
     if world.rank == 0:
         lock_run(run_dir, at_end)
     follower = at_end.enter_context(Follower(run_dir, world)) if standalone and world.rank == 0 else None
-    if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # else the launcher keeps the ledger
+    if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # otherwise the launcher writes the ledger
         if issues := budget_issues(config, run_dir, []):
             raise ConfigError(issues)
         at_end.enter_context(Ledger(run_dir, world.size, config.run))
@@ -115,7 +167,7 @@ def run(
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
-    data = task.open_data()  # before the rendezvous: a corpus may take longer than a collective's timeout
+    data = task.open_data()  # before the rendezvous, as building shards may exceed a collective's timeout
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
     store, places = distributed.rendezvous(world, device)
@@ -124,7 +176,7 @@ def run(
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
 
     def report(progress: int) -> None:
-        """Write the rank's recent collectives, for this progress count of its heartbeat."""
+        """Write the rank's recent collectives. `progress`: the current progress count of its heartbeat."""
         facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
         files.write_json(run_dir / "logs" / f"rank-{world.rank}.collectives.json", facts)
 
@@ -133,7 +185,7 @@ def run(
     build.check_same_data(comm, data)
     rank = Rank(config, layout, run_dir, comm, device, task, data, heartbeat, signals)
     resumed = build.select_checkpoint(rank, arguments.resume)
-    if standalone:  # all checks have passed: from here on the run writes files
+    if standalone:  # all checks have passed, so files may be written now
         if follower is not None:
             follower.start(config)
         comm.barrier()
@@ -149,16 +201,16 @@ def run(
     dry_run(trainer, tensors)
     devices.restart_peak_memory(device)
     build.cut_records_back(trainer, state, resumed)
-    del resumed, tensors  # else every rank keeps a whole state in host memory
+    del resumed, tensors  # otherwise every rank would keep a whole state in host memory
     dry_run_s = time.monotonic() - started - setup_s
     trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
     before_s = time.monotonic()
-    failure = save(trainer, state, state.elapsed_s, wait=True)  # find problems before hours are spent
+    failure = save(trainer, state, state.elapsed_s, wait=True)  # find problems before training starts
     if failure is None:
         unit = config.schedule.unit
         spending: Spending | None = None
         if unit in METERED:
-            # exiting stops the processes that set-up started, and is slow if set-up was slow
+            # exiting must stop the processes that set-up started, so it is slow if set-up was slow
             end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
             spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
@@ -168,8 +220,8 @@ def run(
         failure = result.failure
     heartbeat.enter("done")
     trainer.stream.close()
-    with contextlib.suppress(RuntimeError):  # all is written; a peer that has already exited is not a failure
-        comm.barrier()  # no rank exits while another one still saves
+    with contextlib.suppress(RuntimeError):  # all files are written, so another rank may already have exited
+        comm.barrier()  # let no rank exit while another one is saving
     distributed.disconnect()
     heartbeat.close()
     if failure is not None and world.rank == 0:
@@ -177,15 +229,15 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. If our
-    launcher has locked RUN_LOCK, another process that has locked .lock is not another run, but a rank 0 that
-    the launcher has just killed and that has not exited yet."""
+    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. Under a
+    launcher, which has locked RUN_LOCK, wait up to EXIT_WAIT_S for .lock, because only a rank 0 that the
+    launcher has killed, and that has not exited yet, can have locked it."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):
-        while (held := files.lock(run_dir / name)) is None:
+        while (lock := files.lock(run_dir / name)) is None:
             if time.monotonic() >= end:
                 message, hint = f"{run_dir} is in use by another run", "choose another directory"
                 raise ConfigError([Issue("--run-dir", "exists", message, str(run_dir), hint=hint)])
             time.sleep(0.2)
-        until.enter_context(held)
+        until.enter_context(lock)

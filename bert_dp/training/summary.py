@@ -1,4 +1,4 @@
-"""Build summary.json of a run that stopped by itself, successful or not, or on a signal."""
+"""Write summary.json at the end of a run that is done, was stopped by a signal, or failed on all ranks."""
 
 import math
 
@@ -21,8 +21,8 @@ def write_summary(
     dry_run_s: float,
     before_j: float | None,
 ) -> None:
-    """Write summary.json on rank 0. Collective: the peak memory is the maximum over ranks, the energy the
-    sum. `before_j`: this rank's energy counter in joules before the first step."""
+    """Write summary.json on rank 0, with the maximum peak memory and the total energy of all ranks.
+    `before_j`: this rank's energy counter in joules before the first step. Collective."""
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
     writers = (TolerantFile, trainer.records, trainer.checkpointer, trainer.trace)
@@ -87,5 +87,5 @@ def write_summary(
     )
     try:
         files.write_json(trainer.run_dir / "summary.json", summary.model_dump(mode="json"))
-    except OSError as error:  # a full disk must not hide the cause; the launcher notices the missing file
+    except OSError as error:  # a full disk must not hide a failure; the launcher notices the missing file
         trainer.log_rank0(f"warning: could not write summary.json: {error}")

@@ -1,3 +1,3 @@
-"""Evaluate a pretrained run: finetuning, GLUE, and the loss on any text."""
+"""Evaluate, finetune, distill and export pretrained runs."""
 
 FILE = "glue.json"

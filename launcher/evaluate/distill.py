@@ -1,4 +1,4 @@
-"""`bert-dp distill`: prepare the transfer set, the teacher's logits and the distillation's configuration."""
+"""`bert-dp distill`: prepare the transfer set, the teacher's logits and the student's configuration."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +18,10 @@ from launcher.machine import environment
 from launcher.report.formats import format_count
 
 RECIPE = "distill.yaml"
-LSTM_SIZES = {"QQP": 300}  # of Tang et al. 2019; 150 for other tasks
-EMBEDDING_SIZE = 300  # of their word2vec
+LSTM_SIZES = {"QQP": 300}  # hidden units by task in Tang et al. 2019; 150 for other tasks
+EMBEDDING_SIZE = 300  # size of the word2vec vectors in Tang et al. 2019
 DERIVED = ("distill.logits", "distill.embeddings")
-COPIES = {False: 20, True: 10}  # per example; True: per pair
+COPIES = {False: 20, True: 10}  # copies per example; True: the example is a pair of texts
 
 
 def load(
@@ -38,12 +38,12 @@ def load(
     dry_run: bool,
 ) -> job.Job:
     """Prepare the transfer set, label it with the teacher, and return the job for `train`. `dry_run` skips
-    labelling. Raises ConfigError."""
+    labelling. Raise ConfigError if the input is unusable."""
     if issues := finetune.setting_issues(overrides, DERIVED):
         raise ConfigError(issues)
     teacher, is_file = finetune.find_pretrained(run, "TEACHER"), teacher_logits is not None
     if not is_file and not teacher.config.has_examples:
-        message, hint = f"{run} is a pretrained run without labels", "`bert-dp finetune` it first"
+        message, hint = f"{run} is a pretrained run without labels", "run `bert-dp finetune` on it first"
         raise ConfigError([Issue("TEACHER", "wrong_type", message, str(run), hint=hint)])
     levels = student_levels(student, embeddings, teacher, source.name)
     machine = environment.probe(Path())
@@ -72,7 +72,7 @@ def load(
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
     """Return the configuration of a student before the data is known: a BiLSTM, a pretrained run with its
-    weights, or the model of a configuration with random weights. Raises ConfigError."""
+    weights, or the model of a configuration with random weights. Raise ConfigError if it is invalid."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
@@ -93,7 +93,7 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
         return [{"model": model, "data": data}, recipe]
     start = finetune.find_pretrained(Path(student))
     if sha256(start.tokenizer) != sha256(teacher.tokenizer):
-        message = f"{student} has a different tokenizer than the teacher"
+        message = f"{student} and the teacher have different tokenizers"
         raise ConfigError([Issue("--student", "conflict", message, student, "TEACHER")])
     data = {"sequence_length": min(length, start.config.data.sequence_length)}
     model = start.config.model.model_dump(mode="json")
@@ -103,7 +103,7 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
 def transfer_options(
     logits: str | None, copies: int | None, replace: str, teacher: Pretrained, seed: int
 ) -> list[str]:
-    """Return the transfer-set options for bert_dp.examples.prepare. Raises ConfigError."""
+    """Return bert_dp.examples.prepare's options for the transfer set. Raise ConfigError if they conflict."""
     if logits is not None:
         if copies is not None:
             message = "the texts of --teacher-logits are the whole transfer set"
@@ -115,7 +115,7 @@ def transfer_options(
         return options
     start = teacher.config.run.init_from
     if (found := files.newest_checkpoint_facts(Path(start)) if start else None) is None:
-        message = f"the teacher's initial run ({start}) has no checkpoint here"
+        message = f"the run from which the teacher was finetuned ({start}) has no checkpoint"
         raise ConfigError([Issue("--replace", "not_found", message, "mlm", hint="use pos or none")])
     return [*options, "--replacing-model", str(found[0].resolve())]
 
@@ -123,24 +123,25 @@ def transfer_options(
 def label_issues(teacher: Config, manifest: ExamplesManifest) -> Iterator[Issue]:
     """Yield an issue for each difference between the teacher's task and the examples' task."""
     for name in finetune.TASK:
-        theirs, ours = getattr(teacher.finetune, name), getattr(manifest, name)
-        if (theirs := list(theirs) if name == "labels" else theirs) != ours:
-            message, hint = f"the teacher has {name} {theirs}, the examples {ours}", "pass data of its task"
-            yield Issue("TEACHER", "conflict", message, theirs, f"finetune.{name}", hint)
+        expected, found = getattr(teacher.finetune, name), getattr(manifest, name)
+        if (expected := list(expected) if name == "labels" else expected) != found:
+            message = f"the teacher has {name} {expected}, but the examples have {found}"
+            hint = "pass data of the teacher's task"
+            yield Issue("TEACHER", "conflict", message, expected, f"finetune.{name}", hint)
 
 
 def describe_transfer_set(teacher: Config | None, config: Config, manifest: ExamplesManifest) -> None:
     """Print the size of the transfer set and the cost of labelling it; warn if the student is larger than the
-    teacher. `teacher`: None = its logits already exist."""
+    teacher. `teacher`: None if the logits already exist."""
     train, length = manifest.splits[TRAIN], config.data.sequence_length
     counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them modified copies"
     line = f"transfer set: {counts}, {format_count(train.tokens)} tokens"
     if teacher is None:
         print_error(line)
         return
-    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # without the backward pass
-    print_error(f"{line}; the teacher's pass takes {flop / 1e12:.3g} TFLOP")
-    ours, theirs = (num_parameters(each.model, length) for each in (config, teacher))
-    print_error(f"teacher {format_count(theirs)} parameters, student {format_count(ours)}")
-    if ours > theirs:
+    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # without a backward pass
+    print_error(f"{line}; the teacher's forward pass takes {flop / 1e12:.3g} TFLOP")
+    student_size, teacher_size = (num_parameters(each.model, length) for each in (config, teacher))
+    print_error(f"parameters: teacher {format_count(teacher_size)}, student {format_count(student_size)}")
+    if student_size > teacher_size:
         print_error("warning: the student is larger than the teacher")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def export(
     form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
-    """Export a run to the new directory `out` and print a summary. Raises ConfigError."""
-    os.environ |= kernel_caches()  # otherwise torch uses its own directory
+    """Export a run to the new directory `out` and print a summary. Raise ConfigError if it cannot be read."""
+    os.environ |= kernel_caches()  # otherwise torch stores kernels in a temporary directory
     from bert_dp.exporting import source as write
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -31,22 +31,22 @@ def export(
     run = run.expanduser().resolve()
     source = write.open_run(run, encoder=encoder)
     if source.facts.step == 0:
-        print_error("warning: RUN has not trained a single step: its weights are random")
+        print_error("warning: RUN has not trained any step, so its weights are random")
     out = out.expanduser().absolute()
     flags = [*(["--encoder"] if encoder else []), *([f"--{precision}"] if precision != "fp32" else [])]
     command = shlex.join(["bert-dp", "export", form, run.name, "--out", out.name, *flags])
     exported = write.export(source, form, out, command=command, precision=precision)
-    what = f"{exported.architecture or form}, {exported.precision}, {exported.kind}"
+    description = f"{exported.architecture or form}, {exported.precision}, {exported.kind}"
     sizes = f"{format_count(exported.parameters)} parameters, step {format_count(exported.step)}"
-    show(console, f"{out}: {what}, {sizes}", **PLAIN)
+    show(console, f"{out}: {description}, {sizes}", **PLAIN)
     following = f"bert-dp export check {shlex.quote(str(out))} --run {shlex.quote(str(run))}"
     show(console, f"next: {runnable(following)}", **PLAIN)
     return 0
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
-    """Compare an export with its run and show the differences; return 1 if they differ. Raises ConfigError
-    and RunFailed."""
+    """Compare an export with its run and show the differences; return 1 if they differ. Raise ConfigError
+    if one of them is unusable, and RunFailed if the export cannot be run."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -57,19 +57,19 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 
 
 def check_report(check: ExportCheck) -> Report:
-    """Report the comparison over all batches, with a verdict."""
+    """Return the report of a comparison over all batches, with a verdict."""
     shares = [row.top1 for row in check.rows if row.top1 is not None]
-    allowed = "not judged: not fp32"
+    allowed = "the limit applies to fp32 only"
     if check.tolerance is not None:
-        allowed = f"{check.tolerance:.0e} is allowed, relative to the largest output if that exceeds 1"
+        allowed = f"{check.tolerance:.0e} is allowed, relative to the largest output if it exceeds 1"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"
     facts = [
-        words("what", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
+        words("export", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
         words("largest difference", f"{max(row.difference for row in check.rows):.1e}", allowed),
-        words("same largest output", format_percent(min(shares)) if shares else None, "worst batch"),
-        words("saved and reloaded", f"{check.again:.1e}", "difference from the first load"),
+        words("same largest output", format_percent(min(shares)) if shares else None, "in the worst batch"),
+        words("difference after reload", f"{check.again:.1e}", "saved and loaded a second time"),
         words("parameters", loaded, f"{format_count(check.run_parameters)} in the run"),
         words("not loaded", ", ".join(check.not_loaded[:8]) or "none"),
         words("checkpoint", check.checkpoint),
@@ -77,7 +77,7 @@ def check_report(check: ExportCheck) -> Report:
     ]
     verdict = Verdict("ok", "The export reproduces the outputs of the run.")
     if check.tolerance is None:
-        verdict = Verdict("ok", f"Measured but not judged, because {check.precision} is not fp32.")
+        verdict = Verdict("ok", f"Differences are reported but not judged in {check.precision}.")
     if not check.ok:
         verdict = Verdict("fail", "The export does not reproduce the outputs of the run.")
     title = "bert-dp: export compared with its run"

@@ -19,19 +19,19 @@ from launcher.report.page import Report, ReportSection, Table, words
 RECIPE = "finetune.yaml"
 
 TASK = ("kind", "labels", "pair")
-# settings determined by RUN and its task
+# settings that RUN and the task determine
 DERIVED = ("data.path", "run.init_from", "objective.name", *(f"finetune.{name}" for name in TASK))
 
 
 class ExamplesSource(NamedTuple):
-    """The name of a task, and its options for `bert_dp.examples.prepare prepare`."""
+    """Name of a task, and the options of `bert_dp.examples.prepare` for its examples."""
 
     name: str
     options: Sequence[str]
 
 
 def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
-    """Return the source of a GLUE task; `data`: folders or archives with its files."""
+    """Return the source of a GLUE task. `data`: folders or archives with GLUE's files."""
     return ExamplesSource(task, ["--task", task, *(word for p in data for word in ("--data", str(p)))])
 
 
@@ -42,9 +42,9 @@ def source_of(
     columns: Mapping[str, str | None],
     dev_fraction: float | None = None,
 ) -> ExamplesSource:
-    """Return the source given by the options: a GLUE task, or a user's files, described by `files` (train,
-    dev, test) and `columns` (text, text-pair, label, kind). `dev_fraction`: fraction of train used as dev.
-    Raises ConfigError."""
+    """Return the source that the options describe: a GLUE task, or the user's `files` (train, dev, test) with
+    `columns` (text, text-pair, label, kind). `dev_fraction`: fraction of train used as dev. Raise ConfigError
+    if options are missing or conflict."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
     hint = "use --task and --data for a GLUE task, or --train and --dev for your own files"
     issues = []
@@ -63,11 +63,12 @@ def source_of(
             text = "your own files need examples for training"
             issues.append(Issue("--train", "missing", text, hint="add --train FILE"))
         if "dev" not in own and dev_fraction is None:
-            fix = "add --dev FILE, or --dev-fraction 0.1 to take it from --train"
+            fix = "add --dev FILE, or --dev-fraction 0.1 to take examples from --train"
             issues.append(Issue("--dev", "missing", "your own files need examples for evaluation", hint=fix))
     if dev_fraction is not None and (task or "dev" in own):
-        text, other = "splits dev off the rows of --train", "--task" if task else "--dev"
-        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "omit one of them"))
+        other = "--task" if task else "--dev"
+        text, fix = "takes the dev set from --train", f"omit --dev-fraction or {other}"
+        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, fix))
     if issues:
         raise ConfigError(issues)
     if task is not None:
@@ -77,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job of each seed with its run directory, inside `run_dir` if there are several."""
+    """Return the job and run directory of each seed. Directories of several seeds are in `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -90,7 +91,7 @@ def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.J
 
 
 def seeds_report(run_dirs: Sequence[Path]) -> Report:
-    """Report the scores of runs that differ only in the seed: mean with 95 % interval."""
+    """Return the report of runs that differ only in the seed: mean scores with 95 % intervals."""
     summaries = [results.read(path / "summary.json", Summary) for path in run_dirs]
     measured = [summary.heldout.scores or {} for summary in summaries if summary.heldout]
     rows = []
@@ -100,22 +101,22 @@ def seeds_report(run_dirs: Sequence[Path]) -> Report:
         mean = format_decimals(statistics.fmean(values) if values else None)
         note = f"mean of {count_of(len(values), 'seed')}: {', '.join(map(format_decimals, values))}"
         rows.append(words(name.replace("/", " "), f"{mean}{half}", note))
-    return Report("bert-dp: finetuning by seeds", sections=[ReportSection("", tables=[Table(rows)])])
+    return Report("bert-dp: finetuning, several seeds", sections=[ReportSection("", tables=[Table(rows)])])
 
 
 class Pretrained(NamedTuple):
-    """Run, checkpoint and tokenizer from which finetuning starts."""
+    """Pretrained run from which finetuning starts."""
 
-    run: Path  # or one of its checkpoints, as given
+    run: Path  # run directory, or the checkpoint if one was given
     checkpoint: Path
-    step: int  # of the checkpoint
+    step: int  # optimizer step of the checkpoint
     config: Config
     tokenizer: Path
 
 
 def find_pretrained(run: Path, option: str = "RUN") -> Pretrained:
     """Find the newest checkpoint of a run, the checkpoint at `run`, or a transformers encoder at hf:DIR.
-    `option`: the option that specifies it. Raises ConfigError."""
+    `option`: name of `run` in messages. Raise ConfigError if none is found."""
     if (directory := hf_directory(str(run))) is not None:
         return _find_hf(directory.resolve())
     if not run.exists():
@@ -123,7 +124,7 @@ def find_pretrained(run: Path, option: str = "RUN") -> Pretrained:
         raise ConfigError([Issue(option, "not_found", f"{run} does not exist", str(run), hint=hint)])
     checkpoint = record.newest_checkpoint_facts(run)
     if checkpoint is None:
-        hint = "choose a run that has saved one"
+        hint = "choose a run that has saved a checkpoint"
         raise ConfigError([Issue(option, "missing", f"{run} contains no checkpoint", str(run), hint=hint)])
     path, facts = checkpoint
     tokenizer = record.tokenizer_of(path).resolve()
@@ -134,22 +135,22 @@ def _find_hf(directory: Path) -> Pretrained:
     with job.issues_by_option({"run.init_from": "RUN"}):
         encoder = read_hf(directory)
     if not encoder.tokenizer.is_file():
-        message, hint = f"{directory} has no {encoder.tokenizer.name}", "save it there with transformers"
+        message, hint = f"{directory} has no {encoder.tokenizer.name}", "save the tokenizer with transformers"
         raise ConfigError([Issue("RUN", "missing", message, str(directory), hint=hint)])
     run, no_data = Path(f"{HF}{directory}"), {"data": {"path": "not-prepared"}, "schedule": {"steps": 1}}
     return Pretrained(run, run, 0, resolve([encoder.level(), no_data]), encoder.tokenizer)
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:
-    """Return the setting names of overrides `a.b=value`."""
+    """Return the names of the settings in overrides `a.b=value`."""
     return [item.partition("=")[0].strip() for item in overrides]
 
 
 def setting_issues(overrides: Sequence[str], derived: Sequence[str] = ()) -> list[Issue]:
-    """Return issues for overrides of settings determined by RUN and the task, including `derived`."""
+    """Return an issue for each override of a setting in DERIVED or `derived`."""
     text = "determined by RUN and the task"
     return [
-        Issue(name, "conflict", text, other="RUN", hint="omit it")
+        Issue(name, "conflict", text, other="RUN", hint="omit this setting")
         for name in setting_names(overrides)
         if name in (*DERIVED, *derived)
     ]
@@ -164,9 +165,9 @@ def configuration(
     *,
     recipe: str = RECIPE,
 ) -> Config:
-    """Resolve, in this order, the model and length of the pretrained run, the recipe, the kind and labels of
-    the data at `path` (None = no data prepared yet), and the overrides. `init_from`: a run or checkpoint;
-    None = random weights. Raises ConfigError."""
+    """Resolve the configuration of a finetuning run. Later levels override earlier ones: model and sequence
+    length of the pretrained run, recipe, kind and labels of the data at `path` (None = not yet prepared),
+    overrides. `init_from`: run or checkpoint; None = random weights. Raise ConfigError if it is invalid."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
@@ -179,25 +180,25 @@ def configuration(
 
 
 def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str, Any]:
-    """Return the settings determined by prepared examples (None = not yet prepared)."""
+    """Return the settings that prepared examples determine (None = not yet prepared)."""
     task = {} if manifest is None else {name: getattr(manifest, name) for name in TASK}
     return {"data": {"path": str(path or "not-prepared")}, "finetune": task}
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:
-    """Prepare the examples or find them in the cache; return their directory. `seed` is for sampling. Raises
-    ConfigError."""
+    """Return the directory of the prepared examples, from the cache if possible. `seed`: used to sample a dev
+    set. Raise ConfigError if the examples are unusable."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
-    arguments += ["--seed", str(seed), *source.options]  # options may include another seed
+    arguments += ["--seed", str(seed), *source.options]  # a seed in source.options takes precedence
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """Set the micro batch for this device if batch.micro_size is not given and the global batch divides.
+    """Set the micro batch to a replica's share of the global batch if that is whole and no size is given.
 
-    Examples are short, so a replica's whole share of the global batch fits on a GPU. On a CPU, the configured
-    size is kept if it divides the share: the micro batches are sorted by length, and each is padded only to
-    its own longest example (benchmarks/RESULTS.md).
+    Examples are short, so this share fits on a GPU. On a CPU, keep the configured size if it divides the
+    share, because examples are sorted by length and a smaller micro batch is padded less: only to its longest
+    example (benchmarks/RESULTS.md).
     """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})
@@ -210,7 +211,7 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
 def load(
     run: Path, source: ExamplesSource, overrides: Sequence[str], *, nproc: str, random_weights: bool
 ) -> job.Job:
-    """Prepare the examples and return the job for `train`. Raises ConfigError."""
+    """Prepare the examples and return the job for `train`. Raise ConfigError if the input is unusable."""
     if issues := setting_issues(overrides):
         raise ConfigError(issues)
     start = find_pretrained(run)

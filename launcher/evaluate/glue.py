@@ -23,12 +23,12 @@ from launcher.run.trials import Runner, SearchOutcome, Trial
 
 STATE = "plan.json"
 RECIPE = "glue.yaml"
-FIXED = ("kind", "config_hash", "settings", "start")
-GROWS = ("settings.seeds",)
+MUST_MATCH = ("kind", "config_hash", "settings", "start")
+MAY_INCREASE = ("settings.seeds",)
 
 
 class GluePlanFile(PlanFile):
-    """plan.json: the options with which an evaluation was started."""
+    """Contents of plan.json: the options of the first call of an evaluation."""
 
     kind: Literal["glue"] = "glue"
     settings: dict[str, Any]
@@ -36,20 +36,20 @@ class GluePlanFile(PlanFile):
 
 
 class PreparedTask(NamedTuple):
-    """A task with examples prepared in `path`."""
+    """A task with its examples, prepared in `path`."""
 
     path: Path
     manifest: ExamplesManifest
 
 
 class GlueGrid(NamedTuple):
-    """Tasks, options and start of an evaluation."""
+    """Tasks, options and pretrained run of an evaluation."""
 
     start: Pretrained
     overrides: tuple[str, ...]
     options: GlueOptions
     weights: Path | None  # checkpoint from which trials start; None = random weights
-    base: Config  # common to all trials, without the task's data
+    base: Config  # configuration common to all trials, without a task's data
     precision: str
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
@@ -59,7 +59,7 @@ class GlueGrid(NamedTuple):
 def evaluate(
     run: Path, overrides: Sequence[str], options: GlueOptions, data: Sequence[Path], how: VerbOptions
 ) -> int:
-    """Run the evaluation and return the exit code. Raises ConfigError with all issues before any trial."""
+    """Run the evaluation and return the exit code. Raise ConfigError with all issues before any trial."""
     start = finetune.find_pretrained(run)
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
@@ -77,7 +77,7 @@ def evaluate(
         settings=results.plain(options),
         start=results.plain(glue_scores.describe_start(start)),
     )
-    output = Output(folder, "evaluation", STATE, plan, FIXED, GROWS)
+    output = Output(folder, "evaluation", STATE, plan, MUST_MATCH, MAY_INCREASE)
     if issues := output.issues():
         raise ConfigError(issues)
     on_gpu = this_job.gpus > 0
@@ -110,7 +110,7 @@ def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
     """Return the options with an explicit list of tasks, and the reason for each omitted task. `missing`:
-    missing train and dev files of every GLUE task, in GLUE's order. Raises ConfigError.
+    missing train and dev files of each GLUE task, in GLUE's order. Raise ConfigError if a task cannot run.
     """
     tasks = options.tasks or [task for task, files in missing.items() if not files]
     issues = []
@@ -119,7 +119,7 @@ def choose_tasks(
             text, hint = f"{task} is not a GLUE task", f"choose from {', '.join(missing)}"
             issues.append(Issue("--tasks", "unknown", text, task, hint=hint))
         elif missing[task]:
-            text, hint = f"{task} needs {', '.join(missing[task])}", "add its folder or archive"
+            text, hint = f"{task} needs {', '.join(missing[task])}", "add the task's folder or archive"
             issues.append(Issue("--tasks", "not_found", text, task, "--data", hint))
     if not tasks:
         hint = "pass a folder or archive with CoLA/train.tsv etc."
@@ -132,17 +132,17 @@ def choose_tasks(
 
 
 def setting_issues(overrides: Sequence[str]) -> list[Issue]:
-    """Return issues for overrides without effect on an evaluation."""
+    """Return an issue for each override that has no effect on an evaluation."""
     text = "an evaluation saves no checkpoints and uses no external loggers"
     return [
-        Issue(name, "no_effect", text, hint="omit it")
+        Issue(name, "no_effect", text, hint="omit this setting")
         for name in finetune.setting_names(overrides)
         if f"{name}.".startswith(("checkpoint.", "log.to."))
     ]
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
-    """Return the issues that prevent training; all tasks share their settings."""
+    """Return the issues that prevent training, by checking one task, because all tasks share the settings."""
     config = configure(grid, next(iter(grid.tasks.values())))
     issues = job.input_issues(config)
     try:
@@ -153,7 +153,7 @@ def trial_issues(grid: GlueGrid) -> list[Issue]:
 
 
 def configure(grid: GlueGrid, task: PreparedTask) -> Config:
-    """Return the finetuning configuration of a task. Raises ConfigError."""
+    """Return the finetuning configuration of a task. Raise ConfigError if it is invalid."""
     start = (grid.start, grid.overrides, grid.weights)
     config = finetune.configuration(*start, task.path, task.manifest, recipe=RECIPE)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
@@ -175,20 +175,20 @@ def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Tria
 
 
 def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
-    """Print the plan of the evaluation."""
+    """Log the plan of the evaluation."""
     options, finetuning = grid.options, grid.base.finetune
     log(f"GLUE evaluation: {folder}")
-    log(f"from {grid.weights or 'random weights'}; head {finetuning.head}, pooling {finetuning.pooling}")
+    log(f"weights {grid.weights or 'random'}; head {finetuning.head}; pooling {finetuning.pooling}")
     sizes = f"{count_of(options.seeds, 'seed')}, {count_of(options.ranks, 'rank')} each"
     log(f"{', '.join(options.tasks)} x {sizes}")
     for task, reason in grid.left_out.items():
         log(f"omitted: {task}: {reason}")
     if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
-        log(f"subsets of GLUE's rows, not GLUE scores: {', '.join(subsets)}")
+        log(f"not GLUE scores, because the files have a subset of GLUE's rows: {', '.join(subsets)}")
 
 
 def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
-    """Run all trials and write glue.json, after a signal with the results so far; return it and the exit
+    """Run all trials; write glue.json, which is partial after a stop signal; return its contents and the exit
     code."""
     out = output.path
     data = {name: task.manifest.hash for name, task in grid.tasks.items()}
@@ -204,20 +204,20 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
         outcome = trials.run_to_end(lambda: finetune_all(grid, runner, log, ended), out, log)
     tasks = [glue_scores.score_task(task.manifest, ended[name]) for name, task in grid.tasks.items()]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
-        outcome = SearchOutcome("failed", "every trial failed; see the logs in trials", 1)
+        outcome = SearchOutcome("failed", "every trial failed; see the logs in the folder `trials`", 1)
     file = result_file(grid, tasks, outcome, facts)
     results.write(out / FILE, file)
     return file, outcome.exit_code
 
 
 def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, list[GlueTrial]]) -> None:
-    """Run each task with each seed, adding the results to `ended`. Raises Stopped."""
-    # longest first, so that the devices finish together
+    """Run each task with each seed; add the results to `ended`. Raise Stopped after a stop signal."""
+    # longest trials first, so that all devices finish at about the same time
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     seeds = range(grid.base.run.seed, grid.base.run.seed + grid.options.seeds)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in seeds for task in tasks]
     manifests = {trial.name: task.manifest for trial, task in planned}
-    # the time of a trial is proportional to its tokens per epoch
+    # the duration of a trial is proportional to its tokens per epoch
     tokens = {name: manifest.splits["train"].tokens for name, manifest in manifests.items()}
     progress = trials.Progress([*tokens.values()], log, len(runner.slots))
     done = {trial.name for trial, _ in planned if trials.earlier_outcome(trial) is not None}
@@ -228,7 +228,7 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
         result = glue_scores.read_trial(trial, outcome, manifest)
         ended[manifest.task].append(result)
         if trial.name in done:
-            progress.had(share)
+            progress.skip(share)
         else:
             scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
             line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
@@ -238,7 +238,7 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
 def result_file(
     grid: GlueGrid, tasks: Sequence[GlueTask], outcome: SearchOutcome, facts: Mapping[str, Any]
 ) -> Glue:
-    """Return glue.json. `facts`: the machine and the data."""
+    """Return the contents of glue.json. `facts`: the machine, the data and the command."""
     evaluations = trials.heldout_losses(grid.start.checkpoint.parent.parent)
     mean, lacking = glue_scores.average(tasks)
     return Glue(

@@ -1,4 +1,4 @@
-"""Scores of `eval glue`: models of glue.json, medians over seeds, the average, reports."""
+"""Define the models of glue.json; compute its medians and average; build the reports of `eval glue`."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -21,8 +21,8 @@ from launcher.results import Measurement
 from launcher.run.trials import Trial, TrialOutcome, TrialStatus, cause, read_summary
 from launcher.stats import half_width
 
-AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # as in the recipe: without WNLI
-AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
+AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe excludes WNLI
+AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for all others
 
 
 class GlueOptions(StoredModel):
@@ -36,11 +36,11 @@ class GlueOptions(StoredModel):
 
 
 class GlueStart(StoredModel):
-    """The pretrained checkpoint."""
+    """Pretrained checkpoint from which the trials start."""
 
     checkpoint: str
     step: int
-    sha256: str | None  # of model.safetensors; null: not in the checkpoint's manifest
+    sha256: str | None  # hash of model.safetensors; null: not in the checkpoint's manifest
 
 
 class GlueTrial(StoredModel):
@@ -52,8 +52,8 @@ class GlueTrial(StoredModel):
     status: TrialStatus
     seconds: float = 0.0
     cause: str | None = None
-    scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty if failed
-    one_class: list[str] = []  # dev sets where all examples got the same answer
+    scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty if the trial failed
+    one_class: list[str] = []  # dev sets for which all predictions are the same class
 
 
 class GlueScore(StoredModel):
@@ -64,10 +64,10 @@ class GlueScore(StoredModel):
     seeds: list[float | None]  # in the order of the trials; null: the trial failed
     median: float | None
     sd: float | None  # standard deviation over the seeds; null for one seed
-    majority: float | None  # score of always answering train's most frequent label; null: undefined
-    examples: int  # of the dev set
-    truncated: int  # examples longer than the sequence length
-    in_train: int | None  # examples with texts that also occur in train
+    majority: float | None  # score of always predicting train's most frequent label; null: undefined
+    examples: int  # number of examples in the dev set
+    truncated: int  # number of examples longer than the sequence length
+    in_train: int | None  # number of examples whose texts also occur in train
 
     @property
     def name(self) -> str:
@@ -82,27 +82,27 @@ class GlueTask(StoredModel):
     data_hash: str
     trials: list[GlueTrial]
     scores: list[GlueScore]
-    median_trial: str | None  # by the first score, lower median; null: all failed
+    median_trial: str | None  # trial with the lower median of the first score; null: all failed
 
 
 class Glue(Measurement):
-    """glue.json."""
+    """Contents of glue.json."""
 
-    hint: ClassVar[str] = "rerun the same `bert-dp eval glue` command with the same --out to rewrite it"
+    hint: ClassVar[str] = "rerun the same `bert-dp eval glue` command with the same --out to rewrite the file"
     schema_version: Literal[1] = 1
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
     start: GlueStart
     lr: float
-    heldout_loss: float | None  # nats, of `start`; null: random weights, or step not evaluated
+    heldout_loss: float | None  # of `start`, in nats; null: random weights, or a step without evaluation
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task -> reason
     average: float | None  # mean of the medians of AVERAGED
-    not_averaged: list[str]  # tasks of AVERAGED that are missing, subsets, or lack a seed's score
+    not_averaged: list[str]  # tasks of AVERAGED that are missing, are subsets, or lack a seed's score
 
 
 def describe_start(start: Pretrained) -> GlueStart:
-    """Return the checkpoint with its hash."""
+    """Return the path, step and hash of the pretrained checkpoint."""
     sha256 = None
     with contextlib.suppress(OSError, ValueError, KeyError):
         sha256 = files.weights_hash(start.checkpoint)
@@ -115,7 +115,7 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
 
 
 def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
-    """Read the scores of a finished trial. It counts as failed if a score of a dev set is missing."""
+    """Read the scores of a finished trial. A trial that lacks a score of a dev set counts as failed."""
     lr, seed, seconds = peak_lr(trial.config).value, trial.config.run.seed, round(outcome.seconds, 3)
     result = GlueTrial(trial=trial.name, lr=lr, seed=seed, status=outcome.status, seconds=seconds)
     if outcome.status != "ok":
@@ -128,7 +128,7 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
     if missing := ", ".join(name for name in names if name not in scores):
         # the summary has null for an undefined metric, and no entry if a logit is not finite
         undefined = all(name in known for name in names)
-        reason = "undefined, as for constant answers" if undefined else "a logit is not finite"
+        reason = "undefined, as all predictions are equal" if undefined else "a logit is not finite"
         return result.model_copy(update={"status": "failed", "cause": f"no {missing}: {reason}"})
     one_class = [split for split in heldout.one_class if split in splits]
     return result.model_copy(update={"scores": scores, "one_class": one_class})
@@ -166,7 +166,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of the nine medians, or None, and the tasks without a complete score."""
+    """Return the mean of the nine medians, or None if one is missing, and the tasks that lack scores."""
     medians: list[float] = []
     lacking = []
     for name in AVERAGED:
@@ -193,8 +193,8 @@ SCORES = (
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
-    "Out of 100: median and standard deviation over the seeds. A difference is the mean over the seeds "
-    "common to both, with its 95 % interval by Student's t, and holds only for these two pretraining runs."
+    "Scores are out of 100: medians over the seeds, with standard deviations (sd). Differences are means "
+    "over the common seeds, with 95 % intervals by Student's t, and apply only to these pretraining runs."
 )
 
 
@@ -213,14 +213,14 @@ def glue_report(glue: Glue) -> page.Report:
         page.subtitle(glue, [method, f"rate {format_lr(glue.lr)}", seeds]),
         [*page.status_verdicts(glue), *_verdicts(glue)],
         sections=[
-            page.ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over seeds."]),
+            page.ReportSection("Dev scores", tables=[scores], notes=["Scores are out of 100."]),
             page.ReportSection("Omitted", tables=[page.Table(left_out)], console=bool(left_out)),
         ],
     )
 
 
 def describe_method(glue: Glue) -> str:
-    """Describe the head, pooling and start of the trials."""
+    """Describe the head, pooling and initial weights of the trials."""
     loss = "" if glue.heldout_loss is None else f" (held-out loss {format_nats(glue.heldout_loss)})"
     is_random = glue.settings.init == "random"
     start = "random weights" if is_random else f"step {format_count(glue.start.step)}{loss}"
@@ -229,19 +229,19 @@ def describe_method(glue: Glue) -> str:
 
 
 def name_score(task: GlueTask, score: GlueScore) -> str:
-    """Return `RTE accuracy`, `MNLI matched accuracy`."""
+    """Return the name of a score, such as `RTE accuracy` or `MNLI matched accuracy`."""
     split = score.split.removeprefix("dev").removeprefix("_")
     return " ".join(filter(None, (task.task, split, METRICS.get(score.metric, score.metric))))
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
-    """Return the limitations of a score."""
+    """Return remarks on the limitations of a score."""
     failed = sum(seed is None for seed in score.seeds)
     constant = sum(score.split in trial.one_class for trial in task.trials)
     parts = [
         "" if task.official else "subset",
         f"{failed} of {len(task.trials)} failed" if failed else "",
-        f"one answer in {constant} of {len(task.trials)}" if constant else "",
+        f"constant predictions in {constant} of {len(task.trials)}" if constant else "",
     ]
     return ", ".join(filter(None, parts))
 
@@ -250,26 +250,26 @@ def _verdicts(glue: Glue) -> list[page.Verdict]:
     verdicts = []
     if glue.average is not None:
         text = f"GLUE average {format_points(glue.average)} on the dev sets: the mean of nine medians."
-        verdicts.append(page.Verdict("ok", text, [f"of {', '.join(AVERAGED)}; MNLI counts twice"]))
+        verdicts.append(page.Verdict("ok", text, [f"Tasks: {', '.join(AVERAGED)}. MNLI has two dev sets."]))
     elif glue.not_averaged:
-        text = f"No GLUE average without official, complete scores of {', '.join(glue.not_averaged)}."
+        text = f"No GLUE average: official, complete scores are missing for {', '.join(glue.not_averaged)}."
         verdicts.append(page.Verdict("info", text))
     trials = [trial for task in glue.tasks for trial in task.trials]
     if failed := [f"{t.trial}: {t.status}: {t.cause}" for t in trials if t.status != "ok"]:
-        text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; medians are over the others."
+        text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; the medians exclude them."
         verdicts.append(page.Verdict("fail", text, failed))
     return verdicts
 
 
 def compare_report(folders: Sequence[Path]) -> page.Report:
-    """Build the report that compares evaluations with the first one. Raises ConfigError if they have no
-    common task or different data."""
+    """Build the report that compares evaluations with the first one. Raise ConfigError if they have no common
+    task or have different data."""
     evaluations = [results.read(folder / FILE, Glue) for folder in folders]
     by_name = [{task.task: task for task in glue.tasks} for glue in evaluations]
     shared = [name for name in by_name[0] if all(name in tasks for tasks in by_name)]
     first = str(folders[0])
     issues = [
-        Issue(str(folder), "conflict", f"has different data for {name} than {first}", name, first, SAME_DATA)
+        Issue(str(folder), "conflict", f"the data of {name} differ from {first}", name, first, SAME_DATA)
         for folder, tasks in zip(folders, by_name, strict=True)
         for name in shared
         if tasks[name].data_hash != by_name[0][name].data_hash
@@ -291,7 +291,7 @@ def compare_report(folders: Sequence[Path]) -> page.Report:
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
     scores = page.Table(rows, heads, corner="task")
     return page.Report(
-        "bert-dp: GLUE, compared",
+        "bert-dp: comparison of GLUE evaluations",
         [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
         sections=[page.ReportSection("Dev scores", tables=[scores], notes=[DIFFERENCE])],
     )
@@ -306,7 +306,7 @@ def _median(task: GlueTask, name: str) -> page.TableCell:
 
 
 def _difference(one: GlueTask, other: GlueTask, name: str) -> page.TableCell:
-    """Return the mean score of `other` minus that of `one` over their common seeds."""
+    """Return the mean difference of the scores, `other` - `one`, over their common seeds."""
     before, after = (
         {t.seed: t.scores[name] for t in task.trials if name in t.scores} for task in (one, other)
     )

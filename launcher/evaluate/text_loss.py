@@ -27,11 +27,11 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Settings given by arguments of `eval mlm`."""
+"""Setting -> the argument of `eval mlm` that sets it."""
 
 
 def is_run(path: str) -> bool:
-    """Return True for a run directory or a checkpoint."""
+    """Return True if `path` is a run directory or a checkpoint."""
     return any((Path(path).expanduser() / name).exists() for name in ("checkpoints", "model.safetensors"))
 
 
@@ -44,10 +44,11 @@ def evaluate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Measure `run`, and the runs at the start of `texts`, on the remaining `texts`; show the losses and
+    """Measure `run`, and the runs that come first in `texts`, on the remaining `texts`; show the losses and
     return the exit code.
 
-    `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raises ConfigError and RunFailed.
+    `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raise ConfigError if a run or text is
+    unusable, and RunFailed if a loss is not finite.
     """
     from bert_dp.data.build import shown_progress
     from bert_dp.evaluation.text_loss import text_loss
@@ -63,9 +64,9 @@ def evaluate(
         raise ConfigError([Issue("TEXT", "missing", "no text is given after the runs")])
     settings["data"]["sources"] = list(texts)
     use_all_cores()
-    with issues_by_option(OPTIONS), shown_progress() as tell:
+    with issues_by_option(OPTIONS), shown_progress() as progress:
         build = resolve([settings]).data.build
-        losses = [text_loss(os.path.expanduser(each), texts, build, tell, precision) for each in runs]
+        losses = [text_loss(os.path.expanduser(each), texts, build, progress, precision) for each in runs]
     found = [results.plain(loss) for loss in losses]
     many = len(losses) > 1
     show_result(
@@ -79,7 +80,7 @@ def evaluate(
 
 
 def comparison(losses: Sequence[TextLoss]) -> Report:
-    """Report several runs on one text, fewest bits per byte first."""
+    """Return the report of several runs on the same text, fewest bits per byte first."""
     from bert_dp.evaluation.text_loss import difference
 
     def bits(loss: TextLoss) -> float:
@@ -101,17 +102,17 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
     heads = ["pseudo-bits per byte", "difference from the first", "nats per token", "vocabulary", "step"]
     basis = f"{count_of(best.hidden.words, 'hidden word')} of {count_of(best.documents, 'document')}"
     notes = [
-        f"The same {basis} for every run; \u00b1: half of a 95 % interval over documents, paired for "
-        "differences. Nats per token are only comparable within one vocabulary."
+        f"Every run is measured on the same {basis}. \u00b1: half of a 95 % interval over documents, paired "
+        "for differences. Nats per token are comparable only between runs with the same vocabulary."
     ]
     section = ReportSection("", tables=[Table(rows, heads, corner="run")], notes=notes)
     return Report("bert-dp: masked language models on text", sections=[section])
 
 
 def text_report(loss: TextLoss) -> Report:
-    """Report the losses, each with its denominator."""
+    """Return the report of the losses of one run, each with its denominator."""
     predicted, hidden = loss.predicted, loss.hidden
-    share = f"of {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all"
+    share = f"mean of {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all tokens"
     facts = [
         words(
             "loss per token, nats",
@@ -129,7 +130,7 @@ def text_report(loss: TextLoss) -> Report:
             "text",
             count_of(loss.documents, "document"),
             f"{count_of(loss.bytes, 'byte')}, {count_of(loss.words, 'word')}, "
-            f"{count_of(loss.tokens, 'token')} with their separators",
+            f"{count_of(loss.tokens, 'token')} including separators",
         ),
         words(
             "model",
@@ -138,15 +139,14 @@ def text_report(loss: TextLoss) -> Report:
             f"{loss.precision} on {loss.device}",
         ),
     ]
-    # text dropped by the tokenizer costs no bits
-    notes = ["\u00b1: half of a 95 % interval over documents, sampled as a whole; none for one document."]
-    if hidden.words_without_token or hidden.unknown_tokens:
+    notes = ["\u00b1: half of a 95 % interval over whole documents; a single document has no interval."]
+    if hidden.words_without_token or hidden.unknown_tokens:  # text that the tokenizer drops costs no bits
         notes.append(
             f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "
             f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text contains."
         )
     if loss.documents_without_tokens:
-        notes.append(f"{format_count(loss.documents_without_tokens)} of the documents have no tokens left.")
+        notes.append(f"{format_count(loss.documents_without_tokens)} of the documents have no tokens.")
     section = ReportSection("", tables=[Table(facts)], notes=notes)
     return Report("bert-dp: masked language model on text", sections=[section])
 

@@ -1,1 +1,1 @@
-"""Benchmark scaling: choose the runs, execute them, and report figures computed from their records."""
+"""Benchmark scaling over a grid of cells. A cell is a mode, an engine and a number of ranks."""

@@ -1,4 +1,4 @@
-"""Compute scaling.json from the files of a grid; `_against` computes efficiencies and intervals."""
+"""Compute scaling.json from the run records of a grid, and diagnose the largest loss of each cell."""
 
 import contextlib
 import math
@@ -19,13 +19,13 @@ from launcher.scale.grid import Grid, run_dir
 from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, DiagnosisKind, GridCell, Scaling
 from launcher.stats import is_measurable
 
-LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
-CROSS_CHECK = 0.05  # maximum disagreement of two measurements, as a share of a step
+LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # allowed relative deviation
+MAX_DISAGREEMENT = 0.05  # largest difference of two measures of exposed communication, share of a step
 Facts = dict[str, Any]
 
 
 def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
-    """Return scaling.json, without verdicts. `facts`: environment, command and hashes."""
+    """Return the contents of scaling.json without verdicts. `facts`: environment, command and hashes."""
     runs: dict[str, CellRuns] = {}
     states: dict[str, Facts] = {}
     for seed, cell in enumerate(grid.cells):
@@ -55,22 +55,22 @@ def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
 
 
 class CellRuns:
-    """Repeats of one cell, and figures that depend on no other cell."""
+    """Repeats of one cell, and the figures that need no other cell."""
 
     def __init__(self, cell: GridCell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
         self.cell, self.repeats = cell, repeats
-        self.tokens = cell.global_batch * sequence_length  # per step, over all ranks
+        self.tokens = cell.global_batch * sequence_length  # tokens of a step, over all ranks
         self.steps = [self._step_seconds(r) for r in repeats]
-        """[repeat][step]: step times of the whole job, s."""
+        """Step times of the whole job in seconds, [repeat][step]."""
         self.mean_s = statistics.median([statistics.fmean(steps) for steps in self.steps])
         self.draws = stats.resampled_means(self.steps, seed)
         self.tokens_per_s = self.tokens / self.mean_s
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
-        """Return the step times of the slowest rank, since all ranks synchronize in every step.
+        """Return the step times of the slowest rank in seconds, because all ranks wait for it in every step.
 
-        Independent copies do not synchronize: their throughputs add up, so the job's mean step is the
-        harmonic mean of their mean steps. The weighted steps have that mean, and vary with it to first order.
+        Independent copies do not synchronize: their throughputs add up, so the mean step time of the job is
+        the harmonic mean over the copies. To reproduce this mean, copies are weighted by its derivatives.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -82,53 +82,55 @@ class CellRuns:
         return [sum(w * s for w, s in zip(weights, ranks, strict=True)) for ranks in by_step]
 
     def part(self, name: str) -> float:
-        """Return the seconds of a part of a step, averaged over ranks and steps of the median repeat(s).
+        """Return the mean seconds of a part of a step, over the ranks and steps of the median repeat.
 
-        Using a single repeat makes the parts sum to the step.
+        All parts come from the same repeat, so that they sum to its step. With an even number of repeats, the
+        two middle repeats are averaged.
         """
-        order = sorted(range(len(self.steps)), key=lambda place: sum(self.steps[place]))
+        order = sorted(range(len(self.steps)), key=lambda index: sum(self.steps[index]))
         middle = order[(len(order) - 1) // 2 : len(order) // 2 + 1]
-        repeats = [self.repeats[place].parts[name] for place in middle]
+        repeats = [self.repeats[index].parts[name] for index in middle]
         return statistics.fmean(statistics.fmean(s for rank in ranks for s in rank) for ranks in repeats)
 
     def share_interval(self, name: str) -> list[float] | None:
-        """Return the interval, over repeats, of a part's share of a step."""
+        """Return the interval of a part's share of a step over the repeats; None for one repeat."""
         totals = [[sum(map(sum, r.parts[part])) for part in (name, "step_s")] for r in self.repeats]
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the slowest rank's own work / median of the others, paired within a repeat.
+        """Return the slowest rank, and the ratio of its compute time to the median of the other ranks.
 
-        Unknown if ranks synchronize in the forward pass: with fsdp, DeepSpeed and tensor parallelism.
+        The ratio is computed within each repeat. The result is {} for fsdp, DeepSpeed and tensor parallelism,
+        because their ranks synchronize in the forward pass.
         """
         ranks = range(self.cell.world_size)
-        # [repeat][rank]
-        own = [[sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats]
+        # seconds, [repeat][rank]
+        work = [[sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats]
         alone = computes_alone(self.cell.engine, self.cell.tensor)
-        if len(ranks) == 1 or not alone or not all(map(all, own)):
+        if len(ranks) == 1 or not alone or not all(map(all, work)):
             return {}
-        ratios = [[s[k] / statistics.median([*s[:k], *s[k + 1 :]]) for s in own] for k in ranks]
+        ratios = [[s[k] / statistics.median([*s[:k], *s[k + 1 :]]) for s in work] for k in ranks]
         means = [stats.geometric_mean(each) for each in ratios]
         rank = max(ranks, key=lambda k: means[k][0])
         ratio, interval = means[rank]
-        is_sure = interval is not None and interval[0] > STRAGGLER_RATIO
-        is_slowest = all(s.index(max(s)) == rank for s in own)
+        is_significant = interval is not None and interval[0] > STRAGGLER_RATIO
+        is_slowest = all(s.index(max(s)) == rank for s in work)
         return {
             "straggler_ratio": ratio,
             "straggler_ratio_ci95": interval,
-            "straggler_rank": rank if is_sure and is_slowest else None,
+            "straggler_rank": rank if is_significant and is_slowest else None,
         }
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
-    """Return the repeats of a cell ([] if one failed) and the cell's status."""
+    """Return the complete repeats of a cell, or [] if one failed, and the status of the cell."""
     repeats, settings = [], grid.settings
-    for place in range(settings.repeats):
-        directory = run_dir(out, cell, place)
+    for repeat in range(settings.repeats):
+        directory = run_dir(out, cell, repeat)
         status, summary = ended(directory), read_summary(directory)
         if summary is not None and status in ("oom", "failed"):
             return [], {"status": status, "cause": cause(directory)}
-        with contextlib.suppress(*UNREADABLE):  # absent or incomplete
+        with contextlib.suppress(*UNREADABLE):  # omit a repeat with incomplete records
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}
 
@@ -161,15 +163,15 @@ def _cell(
     peak: models.Peak,
 ) -> CellMeasurement:
     named = {**cell.model_dump(), **state}
-    mine = runs.get(cell.id)
-    if mine is None:
+    measured = runs.get(cell.id)
+    if measured is None:
         return CellMeasurement(**named)
     has_ceiling = cell.kind == "run" and cell.world_size > 1
     ceiling = runs.get(f"{cell.mode}-ceiling-n{cell.world_size}") if has_ceiling else None
     single, ddp = (runs.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
-    per_gpu = mine.tokens_per_s / cell.world_size
+    per_gpu = measured.tokens_per_s / cell.world_size
     flops = per_gpu * (settings.flops_per_token or 0.0)
-    steps, on_gpu = [s for each in mine.steps for s in each], settings.device not in (None, "CPU")
+    steps, on_gpu = [s for each in measured.steps for s in each], settings.device not in (None, "CPU")
     whole = CellMeasurement(
         **named,
         repeats=[
@@ -177,31 +179,31 @@ def _cell(
                 run=f"runs/{repeat.name}",
                 steps=len(seconds),
                 steps_per_s=1 / statistics.fmean(seconds),
-                tokens_per_s=mine.tokens / statistics.fmean(seconds),
+                tokens_per_s=measured.tokens / statistics.fmean(seconds),
                 step_time_s=_step_time(seconds),
             )
-            for repeat, seconds in zip(mine.repeats, mine.steps, strict=True)
+            for repeat, seconds in zip(measured.repeats, measured.steps, strict=True)
         ],
-        steps_per_s=1 / mine.mean_s,
-        global_steps_per_s=cell.accumulation * (cell.world_size // cell.tensor) / mine.mean_s,
-        samples_per_s=cell.global_batch / mine.mean_s,
-        tokens_per_s=mine.tokens_per_s,
+        steps_per_s=1 / measured.mean_s,
+        global_steps_per_s=cell.accumulation * (cell.world_size // cell.tensor) / measured.mean_s,
+        samples_per_s=cell.global_batch / measured.mean_s,
+        tokens_per_s=measured.tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
-        step_time_s=_step_time(steps, mean=mine.mean_s, ci95=stats.interval(mine.draws)),
-        split_s=_split(mine, ceiling),
-        data_wait_fraction=mine.part("data_wait_s") / mine.part("step_s"),
-        data_wait_fraction_ci95=mine.share_interval("data_wait_s"),
-        **_against(mine, single, ddp, ceiling),
-        exposed_comm_ddp_fraction=_ddp_exposed(mine),
-        **mine.straggler(),
-        peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
+        step_time_s=_step_time(steps, mean=measured.mean_s, ci95=stats.interval(measured.draws)),
+        split_s=_split(measured, ceiling),
+        data_wait_fraction=measured.part("data_wait_s") / measured.part("step_s"),
+        data_wait_fraction_ci95=measured.share_interval("data_wait_s"),
+        **_efficiencies(measured, single, ddp, ceiling),
+        exposed_comm_ddp_fraction=_ddp_exposed(measured),
+        **measured.straggler(),
+        peak_memory_gib=max(max(r.memory_gib) for r in measured.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # over steps in which the device kept up; near 1, it waits for the host
-        launch_fraction=mine.part("host_s") / mine.part("step_s") if on_gpu else None,
-        launch_fraction_ci95=mine.share_interval("host_s") if on_gpu else None,
-        **_loss(mine, single, settings.precision),
-        skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
+        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind
+        launch_fraction=measured.part("host_s") / measured.part("step_s") if on_gpu else None,
+        launch_fraction_ci95=measured.share_interval("host_s") if on_gpu else None,
+        **_loss(measured, single, settings.precision),
+        skipped_steps=max(r.summary.skipped_steps or 0 for r in measured.repeats),
     )
     return whole.model_copy(update={"flags": _flags(whole)})
 
@@ -211,43 +213,43 @@ def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
     return models.StepTime(median=statistics.median(steps), p95=p95, **facts)
 
 
-def _against(
-    mine: CellRuns, single: CellRuns | None, ddp: CellRuns | None, ceiling: CellRuns | None
+def _efficiencies(
+    measured: CellRuns, single: CellRuns | None, ddp: CellRuns | None, ceiling: CellRuns | None
 ) -> Facts:
-    """Return efficiencies: throughput / (N x one rank's throughput), and throughput / ceiling throughput."""
-    n = mine.cell.world_size
+    """Return the speed-up over one rank, and the efficiencies relative to one rank and to the ceiling."""
+    n = measured.cell.world_size
     out: Facts = {}
 
     def add(name: str, over: CellRuns, base: CellRuns | None, count: int = 1) -> None:
-        """Add the ratio of throughputs, `over` / (`count` x `base`), and its interval."""
+        """Add the throughput of `over` / (`count` x the throughput of `base`) with its interval."""
         if base is not None:
             interval = stats.ratio_interval(base.draws, over.draws, over.tokens / base.tokens / count)
             out[name], out[f"{name}_ci95"] = over.tokens_per_s / base.tokens_per_s / count, interval
 
-    add("efficiency", mine, single, n)
-    add("efficiency_ddp1", mine, ddp, n)
-    add("communication_efficiency", mine, ceiling)
+    add("efficiency", measured, single, n)
+    add("efficiency_ddp1", measured, ddp, n)
+    add("communication_efficiency", measured, ceiling)
     if single is not None:
-        out["speedup"] = mine.tokens_per_s / single.tokens_per_s
+        out["speedup"] = measured.tokens_per_s / single.tokens_per_s
     if ceiling is not None:
         add("ceiling_efficiency", ceiling, single, n)
         out["exposed_comm_fraction"] = 1 - out["communication_efficiency"]
     return out
 
 
-def _split(mine: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
-    """Split a mean step into its parts in seconds, averaged over ranks.
+def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
+    """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the extra time of the passes and of the optimizer phase (in which ZeRO-1 waits)
-    over the ceiling's, for the same tokens per rank.
+    Exposed communication is the time by which the forward and backward passes and the optimizer phase (in
+    which ZeRO-1 waits) exceed the ceiling for the same tokens per rank.
     """
     whole, data, passes, optimizer = (
-        mine.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
+        measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
     )
     parts: Facts = {"data": data, "other": max(0.0, whole - data - passes - optimizer)}
     if ceiling is None:
         return models.SplitTime(forward_backward=passes, optimizer=optimizer, **parts)
-    own_passes = min(passes, ceiling.part("forward_backward_s") * mine.tokens / ceiling.tokens)
+    own_passes = min(passes, ceiling.part("forward_backward_s") * measured.tokens / ceiling.tokens)
     own_optimizer = min(optimizer, ceiling.part("optimizer_s"))
     exposed = passes - own_passes + optimizer - own_optimizer
     return models.SplitTime(
@@ -255,19 +257,19 @@ def _split(mine: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     )
 
 
-def _ddp_exposed(mine: CellRuns) -> float | None:
-    """Return the exposed share of a step by DDP's own samples; None with tensor parallelism."""
-    if mine.cell.world_size == 1 or mine.cell.tensor > 1:
+def _ddp_exposed(measured: CellRuns) -> float | None:
+    """Return the share of a step that DDP counts as exposed communication, or None if it is not counted."""
+    if measured.cell.world_size == 1 or measured.cell.tensor > 1:
         return None
-    counted = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
+    counted = [statistics.median(r.exposed_s) / measured.mean_s for r in measured.repeats if r.exposed_s]
     return statistics.median(counted) if counted else None
 
 
-def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with one rank's in a strong grid, which trains a single model."""
-    if single is None or (mine.cell.mode, mine.cell.kind) != ("strong", "run"):
+def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
+    """Compare the first repeat's losses with the single-rank run. Only strong mode trains the same model."""
+    if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
-    own, base = (dict(runs.repeats[0].curve) for runs in (mine, single))
+    own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
     if not own or own.keys() != base.keys():
         return {}
     deviation = max(abs(own[tokens] - loss) / max(abs(loss), 1e-12) for tokens, loss in base.items())
@@ -276,22 +278,22 @@ def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Fac
 
 
 def _flags(cell: CellMeasurement) -> list[str]:
-    """Return caveats to know before quoting the cell."""
+    """Return the caveats that apply to the figures of a cell."""
     flags, skipped = [], cell.skipped_steps
     if skipped:
-        flags.append(f"{skipped} optimizer steps were skipped (gradient not finite) but count as steps")
+        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients) but count as steps")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        flags.append("losses are not compared: one rank did not log the same steps")
+        flags.append("losses are not compared: the single-rank run did not log the same steps")
     if cell.loss_agrees is False:
-        flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
+        flags.append(f"not the same model: losses deviate from the single-rank run by {cell.loss_deviation}")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
     if sent is not None and sent[0] > 1:
-        flags.append("faster than its ceiling: the engine does less work per rank than a copy")
+        flags.append("faster than its ceiling: the engine does less work per rank than an independent copy")
     if sent is not None and counters is not None and is_measurable(sent):
         low, high = 1 - sent[1], 1 - sent[0]
-        if not low - CROSS_CHECK <= counters <= high + CROSS_CHECK:
+        if not low - MAX_DISAGREEMENT <= counters <= high + MAX_DISAGREEMENT:
             flags.append(
-                f"exposed communication: {100 * low:.1f} % to {100 * high:.1f} % by the ceiling, "
+                f"exposed communication: {100 * low:.1f} % to {100 * high:.1f} % of a step by the ceiling, "
                 f"{100 * counters:.1f} % by DDP's own counters"
             )
     return flags
@@ -299,10 +301,10 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOSS_BOUND = 0.05  # share of a step (data wait), of the ceiling, or of N x single from which it is a loss
-LAUNCH_BOUND = 0.95  # host time / step time
-GOOD = 0.95  # a cell scales if its whole efficiency interval is above
-MEASURE_MORE = "more --repeats or --steps"
+LOSS_BOUND = 0.05  # smallest reported loss, as a share of a step or of the possible throughput
+LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
+MIN_EFFICIENCY = 0.95  # a cell scales if its whole efficiency interval is at least this
+MEASURE_MORE = "raise --repeats or --steps"
 
 EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
 CEILING = Ratio("ceiling_efficiency", "ceiling", "percent", "ceiling_efficiency_ci95")
@@ -311,28 +313,27 @@ STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
 
 
 def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Return one diagnosis per finished cell of two ranks or more, and one per mode and N with several
-    engines."""
+    """Return the diagnoses of all finished cells with two or more ranks, and of the fastest engines."""
     runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
     return [*(diagnose_cell(cell) for cell in runs if cell.status != "pending"), *_compare_engines(runs)]
 
 
 def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
-    """Diagnose the largest loss of a cell."""
+    """Return the failure of a cell, its largest loss, or the reason why no loss is reported."""
     if cell.status == "oom":
         hint = "lower batch.micro_size, or use zero1 or fsdp"
         return _diagnosis(cell, "out_of_memory", str(cell.cause), hint)
     if cell.status != "ok":
-        return _diagnosis(cell, "failed", str(cell.cause), "see the logs of its run")
+        return _diagnosis(cell, "failed", str(cell.cause), "see the logs of its runs")
     if cell.efficiency is None:
-        return _diagnosis(cell, "no_baseline", "the single-rank cell did not run", "see its cause")
+        return _diagnosis(cell, "no_baseline", "the baseline has no result", "see the baseline's logs")
     if cell.efficiency_ci95 is None:
-        evidence = f"efficiency {format_percent(cell.efficiency)} of one run, without an interval"
-        return _diagnosis(cell, "one_repeat", evidence, "--repeats 3 or more")
+        evidence = f"efficiency {format_percent(cell.efficiency)} from one repeat, which gives no interval"
+        return _diagnosis(cell, "one_repeat", evidence, "use --repeats 3 or more")
     low, high = cell.efficiency_ci95
     reached = f"efficiency {EFFICIENCY.text(cell)}"
     if low > 1:
-        evidence = f"{reached}: a single rank was slower than each of these"
+        evidence = f"{reached}: each rank is faster than the single rank of the baseline"
         hint = "measure the baseline again on the same machine in the same state"
         return _diagnosis(cell, "above_baseline", evidence, hint)
     if losses := sorted(_losses(cell), reverse=True):
@@ -341,23 +342,23 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
         return _diagnosis(cell, first.kind, f"{reached}: {first.evidence}{also}", first.hint, first.detail)
     if not is_measurable(cell.efficiency_ci95):
         return _diagnosis(cell, "not_measurable", reached)
-    if low >= GOOD:
-        return _diagnosis(cell, "scales", f"{reached}; no loss beyond its bound", "nothing")
-    if cell.efficiency >= GOOD or high >= 1:
-        evidence = f"{reached} shows neither a loss nor {format_percent(GOOD)}, the bound for scaling"
+    if low >= MIN_EFFICIENCY:
+        return _diagnosis(cell, "scales", f"{reached}; no loss exceeds its bound", "nothing")
+    if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
+        evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no loss exceeds its bound"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no loss has an interval entirely beyond its bound"
-    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the split of the step")
+    evidence = f"{reached}; no single loss has an interval entirely beyond its bound"
+    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the parts of the step")
 
 
 class _Loss(NamedTuple):
-    """A loss with one cause and an interval entirely beyond its bound."""
+    """A loss from one cause, with an interval entirely beyond its bound."""
 
     share: float  # share of a step
     kind: DiagnosisKind
     evidence: str
     hint: str
-    detail: str = ""  # appended to the kind in words
+    detail: str = ""  # text after the name of the kind
 
 
 def _losses(cell: CellMeasurement) -> list[_Loss]:
@@ -368,27 +369,27 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
         losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
     rank, ratio = cell.straggler_rank, cell.straggler_ratio
     if ratio is not None and rank is not None:
-        compared = f"own work of rank {rank} / median of the others, before any reduction"
+        compared = f"compute time of rank {rank} before any reduction / median of the other ranks"
         evidence = f"{compared}: {STRAGGLER.text(cell)}"
-        hint = "check that device: clocks, links, other users (bert-dp doctor)"
+        hint = "check the clocks, links and other users of this rank's device with `bert-dp doctor`"
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
     ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
     if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - LOSS_BOUND):
-        copies = f"throughput of {cell.world_size} independent copies / ({cell.world_size} x a single rank)"
+        copies = f"throughput of N = {cell.world_size} independent copies / (N x throughput of one rank)"
         evidence = f"{copies}: {CEILING.text(cell)}"
-        hint = "shared memory bandwidth, power or clocks: no engine can change these"
+        hint = "check memory bandwidth, power and clocks; another engine does not help"
         losses.append(_Loss(1 - ceiling, "hardware_ceiling", evidence, hint))
     if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - LOSS_BOUND):
-        evidence = f"throughput / ceiling throughput: {COMMUNICATION.text(cell)}"
+        evidence = f"throughput / throughput of the ceiling: {COMMUNICATION.text(cell)}"
         if (counters := cell.exposed_comm_ddp_fraction) is not None:
-            evidence += f" (lost by DDP's own counters: {format_percent(counters)} of a step)"
-        hint = "more accumulation, 16-bit reduction, or a faster link"
+            evidence += f" (exposed according to DDP's counters: {format_percent(counters)} of a step)"
+        hint = "use more accumulation, 16-bit reduction or a faster link"
         losses.append(_Loss(1 - sent, "communication_bound", evidence, hint))
     host = cell.launch_fraction
     if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
-        # the device then follows the host: time not spent waiting for data is lost to launching
+        # host time includes the wait for data, which is a separate loss
         evidence = f"the host needs {_share_text(host, cell.launch_fraction_ci95)} of a step to enqueue it"
-        losses.append(_Loss(host - wait, "launch_bound", evidence, "compile: on, or a larger micro batch"))
+        losses.append(_Loss(host - wait, "launch_bound", evidence, "use compile: on or a larger micro batch"))
     return losses
 
 
@@ -405,8 +406,8 @@ def _share_text(share: float, interval: Sequence[float] | None) -> str:
 
 
 def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Find the fastest engine of each mode and N: the interval of its throughput ratio to every other engine
-    must be entirely above 1."""
+    """Find the fastest of several engines for each mode and N. The interval of its throughput ratio to every
+    other engine must be entirely above 1."""
     out = []
     for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
         ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]
@@ -414,26 +415,26 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
             continue
         rates = {c.id: c.tokens_per_s or math.nan for c in ran}
         best, *others = sorted(ran, key=lambda c: rates[c.id], reverse=True)
-        near = next((c for c in others if _throughput_ratio(best, c)[0] <= 1), None)
-        beside = near or others[0]
-        low, high = _throughput_ratio(best, beside)
-        text = f"{rates[best.id] / rates[beside.id]:.3f} [{low:.3f} to {high:.3f}]"
+        tied = next((c for c in others if _throughput_ratio(best, c)[0] <= 1), None)
+        compared = tied or others[0]
+        low, high = _throughput_ratio(best, compared)
+        text = f"{rates[best.id] / rates[compared.id]:.3f} [{low:.3f} to {high:.3f}]"
         if not is_measurable([low, high]):
             text = f"not measurable with {count_of(min(len(c.repeats) for c in ran), 'repeat')}"
-        evidence = f"throughput / throughput of {beside.id}: {text}"
-        if near is None:
-            detail = f" of {len(ran)} at N = {count}"
+        evidence = f"throughput / throughput of {compared.id}: {text}"
+        if tied is None:
+            detail = f" of {len(ran)} engines at N = {count}"
             out.append(_diagnosis(best, "fastest", evidence, "nothing", detail))
         else:
             out.append(_diagnosis(best, "intervals_overlap", evidence))
     return out
 
 
-def _throughput_ratio(mine: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
-    """Return the interval of a throughput ratio, from the ends of both intervals of the time per sequence."""
-    steps = [(cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf) for cell in (mine, other)]
+def _throughput_ratio(cell: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
+    """Return an interval of the ratio of two throughputs, from the ends of both step-time intervals."""
+    steps = [(each.step_time_s and each.step_time_s.ci95) or (0.0, math.inf) for each in (cell, other)]
     (low, high), (other_low, other_high) = steps
-    batches = mine.global_batch / other.global_batch
+    batches = cell.global_batch / other.global_batch
     return batches * other_low / high, batches * other_high / low if low else math.inf
 
 

@@ -1,4 +1,4 @@
-"""`bert-dp scale`: measure a grid of runs, its links, and one rank's profile and matmul rate."""
+"""`bert-dp scale`: run a grid of cells; measure all-reduces, and one rank's step profile and matmul rate."""
 
 import dataclasses
 import json
@@ -21,10 +21,10 @@ from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.scale_page import FILE, scale_page
 
 PLAN = "grid.json"
-FIXED = ("config_hash", "settings", "cells")
-GROWS = ("settings.repeats",)
-SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
-LINK_S = 0.3  # per size
+MUST_MATCH = ("config_hash", "settings", "cells")
+MAY_INCREASE = ("settings.repeats",)
+SIZES = tuple(4**k for k in range(6, 14))  # message sizes in bytes, 4 KiB to 64 MiB
+SIZE_S = 0.3  # seconds per message size
 
 
 def scale(
@@ -34,14 +34,14 @@ def scale(
     how: VerbOptions,
     predict: Callable[[models.Scaling], models.Prediction | None],
 ) -> int:
-    """Run the benchmark and return the exit code. `predict` predicts the measured cells.
+    """Run the benchmark and return the exit code. `predict` returns predictions for the measured cells.
 
-    Raises ConfigError, before any run starts, with the issues of all cells that cannot run.
+    Raise ConfigError before the first run, with the issues of all cells that cannot run.
     """
     setup = job.load(name, overrides)
     folder = setup.directory(how.out, "scaling")
     grid = Grid(setup.config, settings, setup.machine, on_gpu=setup.gpus > 0)
-    output = Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
+    output = Output(folder, "grid", PLAN, plan_of(grid), MUST_MATCH, MAY_INCREASE)
     issues: list[Issue] = [*job.input_issues(setup.config), *setup.device_issues(max(settings.gpus))]
     issues += [*grid.issues, *output.issues()]
     if issues:
@@ -61,7 +61,7 @@ def scale(
 
 
 def plan_of(grid: Grid) -> models.GridFile:
-    """Return grid.json with JSON values only, for comparison with a file read back."""
+    """Return the contents of grid.json as JSON values, which can be compared with a stored grid.json."""
     return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
@@ -72,12 +72,12 @@ def plan_of(grid: Grid) -> models.GridFile:
 
 
 def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, cores: int) -> None:
-    """Log the cells and warnings before the first run. `cores`: number of cores of this machine."""
+    """Log the cells and warnings before the first run. `cores`: number of cores that this process may use."""
     settings = grid.settings
     log(f"scaling benchmark: {folder}")
     log(
         f"{count_of(len(grid.cells), 'cell')} x {count_of(settings.repeats, 'repeat')}, "
-        f"{settings.warm_up} + {settings.steps} steps each, in random order"
+        f"{settings.warm_up} warm-up and {settings.steps} timed steps each, in random order"
     )
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
@@ -87,9 +87,9 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
-        reason = "the batch does not divide among as many copies, or they do not fit in memory"
-        log(f"warning: {mode}, {n} ranks: {reason}; no ceiling and no exposed communication")
-    for line in grid.displaced(overrides):
+        reason = "the batch cannot be divided among the copies, or the copies do not fit in memory"
+        log(f"warning: {mode}, {n} ranks: no ceiling and no exposed communication, because {reason}")
+    for line in grid.overridden(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
         log("warning: more CPU ranks than cores: efficiency is meaningless")
@@ -98,7 +98,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
 def measure(
     grid: Grid, output: Output[models.GridFile], log: Log
 ) -> tuple[models.Scaling, trials.SearchOutcome]:
-    """Run the grid and return its result with verdicts, partial after a signal."""
+    """Run the grid and return its result with verdicts. After a stop signal, the result is partial."""
     out = output.path
     facts, *_ = output.begin(grid.config)
     slots, launcher = [Slot()], grid.settings.launcher
@@ -110,14 +110,14 @@ def measure(
 
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
-    """Measure everything not yet measured by earlier calls. Raises Stopped."""
+    """Run all measurements that earlier calls have not finished. Raise Stopped after a stop signal."""
     _run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
     _measure_device(grid, runs, log)
 
 
 def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
-    """Run every unfinished repeat. Cells that failed or ran out of memory are not repeated."""
+    """Run all unfinished repeats. Skip cells with a repeat that failed or ran out of memory."""
     cells = {run_dir(runs.out, cell, repeat): cell for cell, repeat in grid.order()}
     pending = [
         Trial(path, grid.config_of(cell), cell.world_size, cores_of(grid, cell.world_size))
@@ -133,7 +133,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
     def due() -> Iterator[Trial]:
         for trial in pending:
             if trial.directory in earlier or cells[trial.directory].id in lost:
-                progress.had(1.0)
+                progress.skip(1.0)
             else:
                 yield trial
 
@@ -141,19 +141,19 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
         if outcome.status == "ok":
             summary = trials.read_summary(trial.directory)
             rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
-            text = f"{rate} over {count_of(trial.ranks, 'rank')}, warm-up included"
+            text = f"{rate} over {count_of(trial.ranks, 'rank')} including warm-up"
         else:
             lost[cells[trial.directory].id] = trial.directory
             text = f"{outcome.status}: {trials.cause(trial.directory)}"
         progress.ended(1.0, outcome.seconds, f"{trial.name}: {text}")
     for name, path in lost.items():
-        log(f"{name}: no result; to run it again, remove {path}")
+        log(f"{name}: no result; to run this cell again, remove {path}")
 
 
 def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
-    """Return the cores for `ranks` CPU ranks, so that each has as many as in the largest cell; None = all.
+    """Return the cores on which `ranks` CPU ranks run; None for GPUs.
 
-    On a CPU, a device is a share of the cores. Returns all cores if there are fewer cores than ranks.
+    Each rank has as many cores as in the largest cell. If that has more ranks than cores, return all cores.
     """
     if grid.on_gpu:
         return None
@@ -163,21 +163,21 @@ def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
 
 
 def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write links-N.json: all-reduce times over each number of ranks for a sweep of sizes."""
+    """Write links-N.json for each number of ranks N, with the times of all-reduces of several sizes."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
         if results.find(path, models.MeasuredLink) is not None:
             continue
-        log(f"links: all-reduce over {count} ranks at {len(SWEEP)} sizes")
-        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, SWEEP)])
-        if len(lines) == len(SWEEP):  # otherwise, the next call measures again
+        log(f"measuring all-reduces over {count} ranks at {len(SIZES)} message sizes")
+        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(SIZE_S), *map(str, SIZES)])
+        if len(lines) == len(SIZES):  # otherwise, the next call repeats the measurement
             points = [{**line, "seconds": line["seconds_median"]} for line in lines]
             link = {"world_size": count, "backend": lines[0]["backend"], "points": points}
             results.write(path, results.parse(link, models.MeasuredLink, path.name))
 
 
 def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write profile.json (parts of one rank's step) and peak.json (matmul rate of its device)."""
+    """Write profile.json (the profile of one rank's step) and peak.json (the matmul rate of its device)."""
     config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
@@ -189,6 +189,6 @@ def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
     ]
     for file, model, program, arguments in programs:
         if results.find(runs.out / file, model) is None:
-            log(f"{file}: measured on one device")
+            log(f"measuring {file} on one device")
             if lines := runs.helper(f"bert_dp.measure.{program}", arguments, cores_of(grid, 1)):
                 results.write(runs.out / file, results.parse(lines[-1], model, file))

@@ -12,8 +12,8 @@ from launcher.run.train import check_memory
 from launcher.run.trials import timed_config, trial_precision
 from launcher.scale.models import CellKind, GridCell, Mode
 
-DISPLACED = {
-    "checkpoint.": "measured runs save nothing",
+OVERRIDDEN = {
+    "checkpoint.": "measured runs save no checkpoints",
     "eval.": "measured runs do not evaluate",
     "log.": "the benchmark sets the logging of its runs",
     "batch.ramp_": "each cell has a constant batch",
@@ -22,7 +22,7 @@ DISPLACED = {
     "parallel.tensor": "set by --tensor",
     **{f"schedule.{name}": "set by --steps" for name in BUDGETS},
 }
-"""Prefix of a setting that cells override -> the reason."""
+"""Settings that the benchmark overrides: prefix of the name -> reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
     launcher: str
     repeats: int
     steps: int  # timed optimizer steps per run
-    warm_up: int  # untimed steps before them, which fill caches, pools and buckets
+    warm_up: int  # untimed steps before the timed ones, which fill caches and memory pools
     accumulation: int | None  # micro batches per step in weak mode; None = 1
 
 
@@ -46,18 +46,18 @@ def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
 
 
 class Grid:
-    """Cells of `settings` for one configuration, and issues of cells that cannot run.
+    """Cells of a benchmark for one configuration, and the issues of cells that cannot run.
 
-    Weak: micro batch and accumulation per rank are constant, the global batch grows with the ranks. Strong:
-    the global batch is constant, as configured, the accumulation shrinks. Controls: `single` and ddp on one
-    rank; per mode and N, a ceiling of N independent copies with the same samples per rank, if the batch
-    divides and they fit in memory.
+    Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
+    ranks. Strong mode: the global batch stays as configured, so accumulation shrinks. Each mode has the
+    baselines `single` and ddp on one rank and, for N ranks, a ceiling of N independent copies with the same
+    samples per rank. A ceiling is omitted if its batch does not divide evenly or does not fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
         self.config, self.settings, self.on_gpu, self._machine = config, settings, on_gpu, machine
         engines = [engine.partition("-")[0] for engine in settings.engines]
-        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)  # of every cell
+        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)  # precision of every cell
         self.cells: list[GridCell] = []
         self.issues: list[Issue] = []
         for mode in settings.modes:
@@ -75,14 +75,14 @@ class Grid:
                 self._add(mode, "ceiling", "independent", ranks)
 
     def _add(self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1) -> None:
-        """Add a cell. If it cannot run, add its issues instead, except for a ceiling."""
+        """Add a cell, or its issues if it cannot run. Omit a ceiling that cannot run."""
         split = f"-tp{tensor}" if tensor > 1 else ""
         cell_id = f"{mode}-{engine if kind == 'run' else kind}-n{ranks}{split}"
         try:
             config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
             memory = check_memory(config, ranks, self._machine, on_gpu=self.on_gpu)
-            # a compiled step on a GPU needs less than estimated: only weights, gradients and state count
+            # compiled steps on a GPU need less memory than estimated: check weights, gradients and state only
             if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
                 raise ConfigError(issues)
         except ConfigError as error:
@@ -108,13 +108,13 @@ class Grid:
         batch = self.config.batch
         if mode == "strong":
             return batch.global_size
-        if ranks % tensor:  # otherwise the number of replicas would not be whole
+        if ranks % tensor:  # the number of replicas must be whole
             message = f"{tensor} does not divide {ranks} ranks"
             raise ConfigError([Issue("--tensor", "does_not_divide", message, tensor, "--nproc")])
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
     def _config(self, engine: str, tensor: int, global_size: int) -> Config:
-        """Return the user's configuration with the cell's values and without checkpoints."""
+        """Return the user's configuration with the engine, batch and steps of a cell, without checkpoints."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
         if "fsdp_replicas" not in engine_facts(name).settings:
@@ -135,11 +135,12 @@ class Grid:
         """Return the training configuration of a cell."""
         return self._config(cell.engine, cell.tensor, cell.global_batch)
 
-    def displaced(self, overrides: Sequence[str]) -> list[str]:
-        """Return a line per override `a.b=value` of the user that has no effect on any cell."""
-        reasons = dict(DISPLACED)
+    def overridden(self, overrides: Sequence[str]) -> list[str]:
+        """Return a warning for each of the user's overrides `a.b=value` that has no effect on any cell."""
+        reasons = dict(OVERRIDDEN)
         if "strong" not in self.settings.modes:
-            reasons["batch.global_size"] = "in weak mode it is micro batch x accumulation x replicas"
+            reason = "in weak mode, the global batch is micro batch x accumulation x replicas"
+            reasons["batch.global_size"] = reason
         return [
             f"{name} has no effect: {reason}"
             for name in (item.partition("=")[0].strip() for item in overrides)
@@ -148,12 +149,11 @@ class Grid:
         ]
 
     def order(self) -> Iterator[tuple[GridCell, int]]:
-        """Yield (cell, repeat).
+        """Yield each (cell, repeat) in the order of execution, which is the same in every call.
 
-        Every repeat runs all cells once in a separate random order, so that drift of the machine affects all
-        of them. The orders are the same in every call.
+        Each repeat orders the cells at random, so that drift of the machine affects all cells alike.
         """
-        draw = random.Random(len(self.cells))  # noqa: S311 (an order, not a secret)
+        draw = random.Random(len(self.cells))  # noqa: S311 (not used for security)
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):
                 yield cell, repeat

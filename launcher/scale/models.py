@@ -1,7 +1,7 @@
-"""Models of the files written by `bert-dp scale`.
+"""Define the models of the files that `bert-dp scale` writes.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. An interval is [low, high], 95 %. null: not measured.
+are fractions. An interval is [low, high] at 95 %. null means that a value was not measured.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a default)
@@ -15,7 +15,7 @@ from launcher.report.formats import format_interval, format_step_time
 from launcher.report.page import Quantity, Ratio, Table, TableCell, table
 from launcher.results import Count, Interval, PlanFile, Positive
 
-MEASURE_AGAIN = "remove it and rerun `bert-dp scale` to measure it again"
+MEASURE_AGAIN = "remove the file and rerun `bert-dp scale` to repeat the measurement"
 
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
 Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
@@ -25,12 +25,12 @@ CellKind = Literal["run", "ceiling"]
 CellStatus = Literal["ok", "oom", "failed", "pending"]
 LossKind = Literal["loader_bound", "straggler", "hardware_ceiling", "communication_bound", "launch_bound"]
 EndKind = Literal["out_of_memory", "failed", "no_baseline", "above_baseline", "scales", "fastest"]
-OpenKind = Literal["one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"]  # no finding
+OpenKind = Literal["one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"]  # no conclusion
 DiagnosisKind = Literal[LossKind, EndKind, OpenKind]
 
 
 class GridCell(StoredModel):
-    """One configuration of the grid."""
+    """One cell of the grid: a mode, an engine and a number of ranks, with its batch."""
 
     id: str
     mode: Mode = "weak"
@@ -44,11 +44,11 @@ class GridCell(StoredModel):
 
 
 class GridFile(PlanFile):
-    """grid.json: the runs of a benchmark."""
+    """Contents of grid.json: the cells of a benchmark and the order of its runs."""
 
     settings: dict[str, Any]
     cells: list[dict[str, Any]]
-    order: list[list[Any]] = []  # [cell id, repeat] in the order of execution
+    order: list[list[Any]] = []  # [cell id, repeat] of each run
 
 
 class LinkPoint(StoredModel):
@@ -60,7 +60,7 @@ class LinkPoint(StoredModel):
 
 
 class MeasuredLink(StoredFile):
-    """links-N.json, and an entry of `links` in scaling.json: the all-reduce over N ranks."""
+    """Times of all-reduces over N ranks: links-N.json, and an entry of `links` in scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     world_size: Annotated[int, Field(ge=2, le=10**9)]
@@ -73,11 +73,11 @@ class MeasuredGradient(StoredModel):
 
     name: str | None = None
     bytes: Bytes
-    ready_s: Share  # from the start of the backward pass
+    ready_s: Share  # time since the start of the backward pass
 
 
 class StepProfile(StoredFile):
-    """profile.json, and `profile` in scaling.json: one micro batch of one rank."""
+    """Profile of one rank on one micro batch: profile.json, and `profile` in scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
@@ -88,7 +88,7 @@ class StepProfile(StoredFile):
     num_layers: Count
     hidden_size: Count
     num_heads: Count = 1
-    micro_s: Seconds  # forward and backward
+    micro_s: Seconds  # duration of the forward and backward passes
     backward_s: Seconds
     optimizer_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     gradients: list[MeasuredGradient] = Field(min_length=1)
@@ -101,21 +101,21 @@ class StepProfile(StoredFile):
 
     @property
     def size(self) -> float:
-        """Return the bytes of all gradients."""
+        """Return the total size of the gradients in bytes."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     @property
     def width(self) -> float:
-        """Return the bytes per gradient element."""
+        """Return the size of a gradient element in bytes."""
         return self.size / self.parameters if self.parameters else 4.0
 
 
 class Peak(StoredFile):
-    """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
+    """FLOP/s of one rank's device: peak.json, and `peak` in scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
-    precision: str | None = None  # of the measured rate
-    matmul_flops: Positive | None = None  # best of the measured shapes
+    precision: str | None = None  # precision of matmul_flops
+    matmul_flops: Positive | None = None  # highest rate of the measured shapes
     datasheet_flops: float | None = None
 
 
@@ -123,14 +123,14 @@ class ScalingSettings(StoredModel):
     """Options of the benchmark, and the model that was measured."""
 
     steps: int | None = None  # timed optimizer steps per run
-    warm_up: int | None = None  # steps before them
+    warm_up: int | None = None  # untimed optimizer steps before the timed ones
     repeats: int | None = None
     micro_batch: int | None = None
-    accumulation: Count | None = None  # in weak mode
-    global_batch: int | None = None  # in strong mode
+    accumulation: Count | None = None  # in weak mode only
+    global_batch: int | None = None  # in strong mode only
     sequence_length: int | None = None
     parameters: int | None = None
-    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward passes
     precision: str | None = None
     device: str | None = None
     model: str | None = None
@@ -142,11 +142,11 @@ class StepTime(StoredModel):
     median: Seconds | None = None
     p95: Seconds | None = None
     mean: Seconds | None = None
-    ci95: Interval | None = None  # of the mean; null for one repeat
+    ci95: Interval | None = None  # interval of the mean; null for one repeat
 
 
 class RepeatMeasurement(StoredModel):
-    """One run of a cell, in the directory `run`."""
+    """Figures of one repeat of a cell, with the run directory `run`."""
 
     run: str
     steps: int
@@ -156,18 +156,18 @@ class RepeatMeasurement(StoredModel):
 
 
 class SplitTime(StoredModel):
-    """Seconds of the parts of a mean step, mean over ranks."""
+    """Parts of the mean step in seconds, averaged over ranks."""
 
     data: float
     forward_backward: float
     exposed_comm: float | None = None
-    """null without a ceiling; it is then included in forward_backward and optimizer."""
+    """null without a ceiling: forward_backward and optimizer then include this time."""
     optimizer: float
     other: float
 
 
 class CellMeasurement(GridCell):
-    """Figures of one cell; absent if the cell did not complete."""
+    """Figures of one cell; null if the cell did not complete."""
 
     status: CellStatus
     cause: str | None = None
@@ -184,30 +184,29 @@ class CellMeasurement(GridCell):
     speedup: float | None = None  # throughput / throughput of `single` on one rank
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None
-    efficiency_ddp1: float | None = None  # relative to ddp on one rank
+    efficiency_ddp1: float | None = None  # efficiency relative to ddp on one rank
     efficiency_ddp1_ci95: Interval | None = None
     ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
-    """Throughput of N independent copies / (N x throughput of a single rank)."""
+    """Throughput of N independent copies / (N x throughput of one rank)."""
     ceiling_efficiency_ci95: Interval | None = None
     communication_efficiency: float | None = None  # throughput / throughput of the ceiling
     communication_efficiency_ci95: Interval | None = None
-    exposed_comm_fraction: float | None = None  # by the ceiling
-    exposed_comm_ddp_fraction: float | None = None  # by DDP's counters
+    exposed_comm_fraction: float | None = None  # 1 - communication_efficiency
+    exposed_comm_ddp_fraction: float | None = None  # share of a step, by DDP's counters
     straggler_ratio: float | None = None
-    """Own work of the slowest rank / median of the other ranks, paired within a repeat; geometric mean over
-    repeats."""
+    """Compute time before any reduction, slowest rank / median of the others, geometric mean over repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
-    """The slowest rank, if the whole interval is above 1.2 and it is the slowest in every repeat."""
-    peak_memory_gib: float | None = None  # highest of all ranks
+    """The slowest rank, if it is slowest in every repeat and straggler_ratio_ci95 is entirely above 1.2."""
+    peak_memory_gib: float | None = None  # highest peak of any rank
     mfu: float | None = None  # model FLOP/s / data-sheet FLOP/s
-    mamfu: float | None = None  # model FLOP/s / measured matmul rate
+    mamfu: float | None = None  # model FLOP/s / measured matmul FLOP/s
     launch_fraction: float | None = None  # host time to enqueue a step / step time; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss_agrees: bool | None = None
-    loss_deviation: float | None = None  # largest relative difference from one rank's
+    loss_deviation: float | None = None  # largest relative deviation from the single-rank run
     skipped_steps: int | None = None
-    flags: list[str] = []  # caveats to know before quoting the cell
+    flags: list[str] = []  # caveats that apply to the figures
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -222,31 +221,31 @@ class CellMeasurement(GridCell):
 
 
 class BottleneckDiagnosis(StoredModel):
-    """The largest loss of a cell, or the fastest engine."""
+    """Diagnosis of a cell: its failure, its largest loss, or a comparison of engines."""
 
     cell: str
     kind: DiagnosisKind
     verdict: str  # `kind` in words
     evidence: str
-    next: str  # the suggested fix
+    next: str  # the suggested action
 
 
 class PredictedSplit(StoredModel):
-    """Seconds of a predicted step; the parts sum to it."""
+    """Parts of a predicted step in seconds. Their sum is the step time."""
 
     forward_backward: float
     optimizer: float
-    straggler: float  # waiting for the slowest rank
+    straggler: float  # time spent waiting for the slowest rank
     exposed_comm: float
 
 
 class Lever(StoredModel):
-    """A change of settings, or a bound on the gain from removing a loss."""
+    """A change of settings with its predicted gain, or an upper bound on the gain from removing a loss."""
 
     lever: str
-    gain: float  # tokens/s with the change / tokens/s now - 1
+    gain: float  # tokens/s with the change / current tokens/s - 1
     tokens_per_s: float
-    bound: bool = False  # not a setting; shows the size of a loss
+    bound: bool = False  # True: an upper bound, not a change of settings
 
 
 class PredictedRow(StoredModel):
@@ -263,17 +262,17 @@ class PredictedRow(StoredModel):
     speedup: float
     efficiency: float
     mfu: float | None = None
-    levers: list[Lever] = []  # best first
+    levers: list[Lever] = []  # largest gain first
 
 
 class ComparedCell(StoredModel):
-    """A measured cell and its prediction."""
+    """A measured cell with its prediction."""
 
     cell: str
     predicted_step_s: float
     measured_step_s: float | None = None
-    ci95: Interval | None = None  # interval of the measured step, seconds
-    within: bool | None = None  # is the prediction in the interval?
+    ci95: Interval | None = None  # interval of measured_step_s
+    within: bool | None = None  # predicted_step_s is within ci95
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None
@@ -281,7 +280,7 @@ class ComparedCell(StoredModel):
 
 
 class Prediction(StoredFile):
-    """`prediction` in scaling.json, and the output of `plan scaling --json`."""
+    """Predictions of `plan scaling`: its JSON output, and `prediction` in scaling.json."""
 
     hint: ClassVar[str] = "run `bert-dp plan scaling` again"
     schema_version: Literal[1] = 1
@@ -293,9 +292,9 @@ class Prediction(StoredFile):
 
 
 class Scaling(StoredFile):
-    """scaling.json: the result of `bert-dp scale`."""
+    """Result of `bert-dp scale`, stored in scaling.json."""
 
-    hint: ClassVar[str] = "rerun `bert-dp scale` with the same --out to rewrite it from its runs"
+    hint: ClassVar[str] = "rerun `bert-dp scale` with the same --out to rewrite the file from the runs"
     schema_version: Literal[1] = 1
     status: Literal["complete", "partial"] = "complete"
     environment: dict[str, Any] = {}  # the machine, as in environment.json
@@ -312,7 +311,7 @@ class Scaling(StoredFile):
     verdicts: list[BottleneckDiagnosis] = []
 
     def alone(self) -> CellMeasurement | None:
-        """Return the run of one rank without a process group, preferably with the settings' accumulation."""
+        """Return the run of engine `single`, preferably with the accumulation of the settings, or None."""
         runs = [
             cell
             for cell in self.cells
@@ -322,18 +321,18 @@ class Scaling(StoredFile):
         return max(runs, key=lambda cell: cell.accumulation == self.settings.accumulation, default=None)
 
 
-# --- table for `scale` and `plan scaling`
+# --- table of `scale` and `plan scaling`
 
 COMPARED = (
-    Quantity("predicted_step_s", "step predicted", "seconds"),
-    Quantity("measured_step_s", "measured", "seconds"),
+    Quantity("predicted_step_s", "predicted step", "seconds"),
+    Quantity("measured_step_s", "measured step", "seconds"),
     Quantity(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
-    Quantity("within", "prediction within", "word"),
-    Quantity("predicted_efficiency", "efficiency predicted", "percent"),
-    Ratio("measured_efficiency", "measured", "percent", "measured_efficiency_ci95"),
+    Quantity("within", "within interval", "word"),
+    Quantity("predicted_efficiency", "predicted efficiency", "percent"),
+    Ratio("measured_efficiency", "measured efficiency", "percent", "measured_efficiency_ci95"),
 )
 
 
 def compared(prediction: Prediction, title: str = "") -> Table:
-    """Return a table of the measured cells and their predictions."""
+    """Return the table of the measured cells with their predictions."""
     return table([(row.cell, row) for row in prediction.measured], COMPARED, title=title, corner="cell")

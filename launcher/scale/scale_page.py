@@ -11,12 +11,12 @@ from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
-LOG_FROM = 16  # largest N / smallest N above which the N axis is logarithmic
+LOG_AXIS_RATIO = 16  # largest N / smallest N above which the N axis is logarithmic
 LEVELS: dict[page.Level, Sequence[DiagnosisKind]] = {
     "fail": ("out_of_memory", "failed"),
     "ok": ("scales", "fastest"),
     "info": ("one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"),
-}  # all others are losses, shown as warnings
+}  # all other kinds are losses, shown as warnings
 SPLIT = {
     "data": "data wait",
     "forward_backward": "forward + backward",
@@ -25,19 +25,19 @@ SPLIT = {
     "other": "other",
 }
 RESULT_NOTE = (
-    "Rates over all ranks; speed-up and efficiency (with 95 % interval): relative to single on one rank; "
-    "comm.: throughput / ceiling; exposed, data: share of a step spent waiting for gradients, for data; "
-    "slowest: own work of the slowest rank / median; memory: highest peak of any rank; MFU: share of the "
-    "data-sheet peak, MAMFU: of the measured matmul rate. "
-    "Every number of every cell and repeat is in scaling.json."
+    "Speed-up and efficiency (with 95 % interval) are relative to `single` on one rank. comm.: throughput / "
+    "throughput of the ceiling; exposed: share of a step spent waiting for gradients; data: share of a step "
+    "spent waiting for data; slowest: compute time of the slowest rank / median of the others; memory: "
+    "highest peak of any rank; MFU: share of the data-sheet peak; MAMFU: share of the measured matmul rate. "
+    "scaling.json contains the figures of every cell and repeat."
 )
-BANDS = (
-    "Whiskers: 95 % intervals over repeats; points with an interval wider than a factor of two are omitted."
+WHISKERS = (
+    "Whiskers: 95 % intervals over repeats. Points with intervals wider than a factor of two are omitted."
 )
 
 
 def scale_page(scaling: Scaling, folder: Path | None = None) -> page.Report:
-    """Return the report of scaling.json, partial or complete."""
+    """Return the report of scaling.json, which may be partial."""
     by_mode: dict[Mode, list[CellMeasurement]] = {"weak": [], "strong": []}
     for cell in _runs(scaling):
         by_mode[cell.mode].append(cell)
@@ -56,7 +56,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> page.Report:
     return page.Report(
         "bert-dp: scaling benchmark",
         [page.machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
-        [*_ends(scaling), *_verdicts(scaling)],
+        [*_status(scaling), *_verdicts(scaling)],
         sections=sections,
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
@@ -74,29 +74,29 @@ def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
             settings.model or "model not recorded",
             f"{' and '.join(modes)} scaling",
             f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
-            f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
+            f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} warm-up steps",
             "baseline: single on one rank",
         ]
     )
 
 
-def _ends(scaling: Scaling) -> list[page.Verdict]:
-    """Return the status of the grid, and the cells without a result or a diagnosis."""
+def _status(scaling: Scaling) -> list[page.Verdict]:
+    """Return a verdict on unfinished cells, and one on failed cells without a diagnosis."""
     ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
     lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
     done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(page.Verdict("warn", f"Partial: {done}, {pending} not yet run."))
+        verdicts.append(page.Verdict("warn", f"Partial: {done}; cells pending: {pending}."))
     if lost:
         causes = [f"{c.id}: {c.status}: {page.first_line(c.cause)}" for c in lost]
-        verdicts.append(page.Verdict("fail", f"{done}; these failed:", causes))
+        verdicts.append(page.Verdict("fail", f"{done}; these cells failed:", causes))
     return verdicts
 
 
 def _verdicts(scaling: Scaling) -> list[page.Verdict]:
-    """Return each distinct diagnosis with its cells, and the cells' flags; worst first."""
+    """Return a verdict for each distinct diagnosis with its cells, and one for all flags, worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
         note = f"{found.cell}: {found.evidence}"
@@ -107,7 +107,7 @@ def _verdicts(scaling: Scaling) -> list[page.Verdict]:
         level: page.Level = next((level for level, kinds in LEVELS.items() if kind in kinds), "warn")
         verdicts.append(page.Verdict(level, f"{text[:1].upper()}{text[1:]}.{advice}", notes))
     if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
-        verdicts.append(page.Verdict("warn", "Flags: check these numbers before using them.", flags))
+        verdicts.append(page.Verdict("warn", "Check these figures before you use them.", flags))
     order: Sequence[page.Level] = ("fail", "warn", "ok", "info")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
 
@@ -120,7 +120,7 @@ def _with_interval(ratio: page.Ratio) -> page.Quantity:
 
 
 def _result(scaling: Scaling) -> page.Table:
-    """Return the table of the run cells, without MFU or MAMFU columns if no cell has a value."""
+    """Return the table of all cells except ceilings. Omit MFU or MAMFU if no cell has a value."""
     runs = _runs(scaling)
     per_peak = [page.Ratio(path, path.upper(), "percent", "step_time_s.ci95") for path in ("mfu", "mamfu")]
     columns = [
@@ -140,53 +140,51 @@ def _result(scaling: Scaling) -> page.Table:
 
 
 def _agreement(scaling: Scaling) -> list[str]:
-    """Describe the agreement of a strong grid's losses. Weak scaling trains another model at every N."""
+    """Describe how well losses agree in strong mode. In weak mode, each N trains a different model."""
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []
-    agree, deviation = (
-        sum(cell.loss_agrees is True for cell in compared),
-        max(cell.loss_deviation or 0 for cell in compared),
-    )
-    losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
-    return [f"{losses}; largest relative deviation {format_lr(deviation)}."]
+    agree = sum(cell.loss_agrees is True for cell in compared)
+    deviation = max(cell.loss_deviation or 0 for cell in compared)
+    losses = f"The losses of {agree} of {len(compared)} compared cells agree with the single-rank run"
+    return [f"{losses}; the largest relative deviation is {format_lr(deviation)}."]
 
 
 # --- figures
 
 
 def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figure]:
-    """Plot speed-up, efficiency and the parts of a step of the run cells of a mode."""
-    groups: dict[str, list[CellMeasurement]] = {}  # by engine and tensor size: one line each
+    """Plot the speed-up, the efficiency and the parts of a step for all cells of a mode except ceilings."""
+    groups: dict[str, list[CellMeasurement]] = {}  # one line for each engine and tensor size
     for cell in sorted(runs, key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
         groups.setdefault(label, []).append(cell)
     sizes = sorted({float(cell.world_size) for cell in runs})
-    x = page.Axis("N, ranks", "count", sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
-    label = "speed-up, throughput / throughput of one rank"
+    x = page.Axis("N, ranks", "count", sizes[-1] > LOG_AXIS_RATIO * sizes[0], ticks=sizes)
+    label = "speed-up: throughput / throughput of one rank"
     return [
         page.Figure(
             f"Speed-up, {mode} scaling",
             [page.Line("ideal", sizes, sizes, None, "dotted"), *_curves(groups, times_n=True)],
             x,
             page.Axis(label, "ratio", x.log, not x.log, sizes if x.log else ()),
-            note=f"{BANDS} Ceiling: the same number of ranks without any collectives.",
+            note=f"{WHISKERS} Ceiling: the same number of independent copies.",
         ),
         page.Figure(
             f"Efficiency, {mode} scaling",
             _curves(groups),
             x,
-            page.Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
+            page.Axis("efficiency: throughput / (N x throughput of one rank)", "percent"),
             levels=[page.ReferenceLine("100 %", 1.0)],
-            note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
+            note=f"{WHISKERS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
         ),
         _step_split([cell for cells in groups.values() for cell in cells if cell.split_s], mode),
     ]
 
 
 def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[page.Line]:
-    """Return the efficiency of the ceiling, common to all engines, and of each engine with its intervals;
-    `times_n` converts them into speed-ups."""
+    """Return the efficiency curves of the ceiling and, with intervals, of each engine. `times_n`: multiply
+    them by N, which gives speed-ups."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
         value = page.at(cell, path) if EFFICIENCY.number(cell) is not None else None
@@ -204,16 +202,16 @@ def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = 
 
 
 def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
-    """Plot the parts of each cell's step, without unknown parts."""
+    """Plot the known parts of the mean step of each cell."""
     parts = {name: [number(page.at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     return page.Figure(
-        f"Where a step's time goes, {mode} scaling",
+        f"Parts of a step, {mode} scaling",
         [page.Bars(head, parts[name]) for name, head in SPLIT.items()],
         page.Axis("time of a step", "seconds"),
         page.Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
-        note="Timed steps, mean over ranks. Exposed communication: time beyond that of the ceiling.",
+        note="Means over ranks and timed steps. Exposed communication is the time beyond the ceiling.",
     )
 
 
@@ -225,9 +223,7 @@ def _bandwidth(scaling: Scaling) -> page.Figure:
         lines.append(
             page.Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both")
         )
-    x_axis, y_axis = (
-        page.Axis("message (bytes)", log=True),
-        page.Axis("bus bandwidth (GB/s, 1e9)", from_zero=True),
-    )
-    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, the rate on the slowest link."
+    x_axis = page.Axis("message (bytes)", log=True)
+    y_axis = page.Axis("bus bandwidth (GB/s, 1 GB = 1e9 bytes)", from_zero=True)
+    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, which is the rate of the slowest link."
     return page.Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

@@ -15,26 +15,28 @@ PLAN = "plan.json"
 
 
 class SearchPlan(results.PlanFile):
-    """plan.json: the options with which a search was started."""
+    """Contents of plan.json: the options of the first call of a search."""
 
     settings: dict[str, Any]
 
 
-def search_output(folder: Path, config: Config, settings: dict[str, Any], *grows: str) -> Output[SearchPlan]:
-    """Return the output directory of a search. A later call may increase only the settings `grows`."""
+def search_output(
+    folder: Path, config: Config, settings: dict[str, Any], *may_increase: str
+) -> Output[SearchPlan]:
+    """Return the output directory of a search. Later calls may increase the settings `may_increase` only."""
     plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
-    fixed = ("config_hash", "settings")
-    return Output(folder, "search", PLAN, plan, fixed, tuple(f"settings.{name}" for name in grows))
+    must_match, increasing = ("config_hash", "settings"), tuple(f"settings.{name}" for name in may_increase)
+    return Output(folder, "search", PLAN, plan, must_match, increasing)
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return the configuration with these settings, by section, without checking them."""
+    """Return the configuration with the settings of `sections` replaced, without checking the new values."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
 
 
 def write_tuned(tune: results.TuneFile, tuned: Config | None, out: Path) -> None:
-    """Write tune.json, and tuned.yaml if something was chosen. Raises OSError."""
+    """Write tune.json, and tuned.yaml if the search chose a value. Raise OSError if writing fails."""
     results.write(out / FILE, tune)
     if tuned is not None:
         files.write_text(out / TUNED, dump_config(tuned))

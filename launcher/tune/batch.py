@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_BUDGETS = 1.25  # no trial starts after this multiple of the budget
-CURVE_SHARE = 0.85  # of the budget; the rest is for the noise scale
-STEPS_SHARE = 0.5  # of the budget, for the steps of MIN_SIZES runs
-MEMORY_STEPS = 3
+THROUGHPUT_SHARE = 0.85  # share of the budget for timed runs; the rest is for the noise scale
+STEPS_SHARE = 0.5  # share of the budget for the steps of MIN_SIZES runs
+MEMORY_STEPS = 3  # steps of a memory trial
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
-MEMORY_TRIAL_SHARE = 0.1  # of the budget, for the second memory trial
+MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # current limit / limit of an earlier search that was limited by memory
-GUARD_GIB = 1.0  # private address space that a rank never touches, added to its memory
+MAX_MEMORY_RATIO = 1.1  # a cached choice limited by memory stays valid up to this multiple of its limit
+GUARD_GIB = 1.0  # address space that a rank reserves but never uses, added to its limit
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
     """Options of `tune batch`."""
 
-    nproc: str  # auto or a number
+    nproc: str  # `auto` or a number
     budget_s: float
-    memory_gib: float | None  # of a rank; None: free device memory, or its share of the host's
+    memory_gib: float | None  # memory of a rank; None: free device memory or share of host memory
     launcher: str
 
 
@@ -80,16 +80,16 @@ class BatchSearchSpec:
 
     @property
     def warm_up(self) -> int:
-        """Return the number of steps before the timed ones."""
+        """Return the number of untimed steps before the timed ones."""
         return 10 if self.on_gpu else 3
 
     @property
     def latest_s(self) -> float:
-        """Return the total seconds of trials beyond which no other starts."""
+        """Return the total duration of trials in seconds after which no further trial starts."""
         return MAX_BUDGETS * self.options.budget_s
 
     def formula_gib(self, micro: int) -> float:
-        """Estimate the peak memory of a rank."""
+        """Estimate the peak memory of a rank in GiB by `cost.memory_estimate_gib`."""
         parts = cost.memory_estimate_gib(with_micro(self.config, micro), self.precision, self.ranks)
         return sum(parts.values())
 
@@ -98,7 +98,7 @@ class BatchSearchSpec:
 
 
 def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions, how: VerbOptions) -> int:
-    """Run the search. Raises ConfigError with all issues of the input before any trial starts."""
+    """Run the search and return the exit code. Raise ConfigError with all issues before any trial starts."""
     from launcher.tune.tune_page import batch_page
 
     setup = load(name, overrides)
@@ -112,8 +112,8 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     log(f"batch search: {folder}")
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
-    log(f"micro batches that divide it: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first one shows how many fit in the budget")
+    log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first shows how many trials the budget allows")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
 
@@ -126,17 +126,17 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the configuration with any micro batch. Raises ConfigError, also if `overrides` set one."""
+    """Load the configuration with a placeholder micro batch. Raise ConfigError if `overrides` set one."""
     batch = parse_overrides(overrides).get("batch")
     micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
     if micro != "auto":
-        message, hint = "the search chooses it", "omit it"
+        message, hint = "the search chooses the micro batch", "omit this setting"
         raise ConfigError([Issue("batch.micro_size", "no_effect", message, value=micro, hint=hint)])
     return job.load(name, [*overrides, "batch.micro_size=1"], run_dir)
 
 
 def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
-    """Return the search specified by these options. Raises ConfigError."""
+    """Return the specification of the search. Raise ConfigError if the input is unusable."""
     config, on_gpu, limit = setup.config, setup.gpus > 0, options.memory_gib
     ranks = setup.choose_ranks(options.nproc)
     sizes = tuple(throughput.dividing_sizes(config, ranks))
@@ -145,7 +145,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
         limit, _ = setup.machine.rank_memory(ranks, on_gpu)
     elif not 0 < limit < math.inf:
         hint = "use a number above 0"
-        issues.append(Issue("--memory", "out_of_range", f"{limit} GiB", value=limit, hint=hint))
+        issues.append(Issue("--memory", "out_of_range", f"is {limit} GiB", value=limit, hint=hint))
     if issues:
         raise ConfigError(issues)
     precision = trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu)
@@ -153,13 +153,13 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 
 
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
-    """Return the output directory of a search. A larger budget resumes it."""
+    """Return the output directory of a search. A call with a larger budget resumes the search."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
     return search_output(folder, spec.config, settings, "budget_s")
 
 
 def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tuple[TuneBatch, int]:
-    """Run or resume the search; return tune.json and the exit code."""
+    """Run or resume the search; return the contents of tune.json and the exit code."""
     out, (facts, *_) = output.path, output.begin(spec.config)
     launcher = spec.options.launcher
     with trials.runner(out, [trials.Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
@@ -172,9 +172,9 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
 
 
 class BatchSearch:
-    """Search for the micro batch. `result` can be called at any time, even if the search was stopped.
+    """Search for the micro batch. `result` can be called at any time, also after the search was stopped.
 
-    All decisions depend only on the trials' records, so a resumed search makes the same ones.
+    Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
 
     def __init__(self, spec: BatchSearchSpec, runner: trials.Runner, log: Log):
@@ -186,11 +186,11 @@ class BatchSearch:
         self.line: throughput.MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
-        self._startup_s = self._sequence_s = 0.0  # of a trial without its steps; minimum of a sequence
+        self._startup_s = self._sequence_s = 0.0  # seconds of a trial without steps, and of a sequence
         self._limited_by: Literal["memory", "budget", "global batch"] = "global batch"
 
     def run(self) -> None:
-        """Run the whole search. Raises Stopped for a signal and TrialsFailed if no size runs."""
+        """Run the whole search. Raise Stopped after a stop signal, and TrialsFailed if no size runs."""
         self._measure_memory()
         sizes = self._choose_sizes(self.spec.sizes)
         self._first_round(sizes)
@@ -201,10 +201,10 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
-        """Check a trial's peak, add it to `done`, count its time and refit the memory line."""
+        """Add a trial to `done`, with status `over` if its peak exceeds the limit; refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
-            reason = f"its peak of {format_gib(peak)} exceeds the {format_gib(limit)} of a rank"
+            reason = f"the peak of {format_gib(peak)} exceeds the limit of {format_gib(limit)} for a rank"
             trial = trial.model_copy(update={"status": "over", "reason": reason})
         done.append(trial)
         self.used_s += trial.seconds
@@ -219,29 +219,28 @@ class BatchSearch:
     # --- memory
 
     def _measure_memory(self) -> None:
-        """Run a few steps of the smallest size and of a larger one, and fit the line.
+        """Run a few steps of the smallest size and of a larger one, and fit the memory line.
 
-        The larger one is the largest that needs, by the formula, at most half of the memory left by the
-        smallest, and a tenth of the budget; if there is none, the second smallest if it fits.
+        The larger one is the largest size that is expected to take at most a tenth of the budget and half of
+        the memory left by the smallest size. The second smallest size may take all of that memory.
         """
         smallest, *larger = self.spec.sizes
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
         if (peak := first.peak_gib) is None:
             raise trials.TrialsFailed(f"micro batch {smallest} failed: {first.reason}")
-        affords = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
-        self._log(
-            f"a trial takes {self._startup_s:.1f} s to start: the budget has time for at most {affords} more"
-        )
-        room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
+        affordable = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
+        startup = f"a trial takes {self._startup_s:.1f} s to start"
+        self._log(f"{startup}, so the budget has time for at most {affordable} more")
+        free_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
         most_s = MEMORY_TRIAL_SHARE * self.spec.options.budget_s
 
         def is_cheap(micro: int) -> bool:
             share = 1.0 if micro == larger[0] else 0.5
-            fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
+            fits = self.spec.formula_gib(micro) - before_gib <= share * free_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
-        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for it and for one size
+        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for this trial and a timed one
         if has_time and (cheap := [micro for micro in larger if is_cheap(micro)]):
             self._memory_trial(cheap[-1])
         if line := self.line:
@@ -258,13 +257,13 @@ class BatchSearch:
         return self._add(trial, self.memory_trials)
 
     def _choose_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Choose the sizes to time by memory and budget. Raises TrialsFailed."""
+        """Choose the sizes to time, by memory and budget. Raise TrialsFailed if no size fits in memory."""
         spec = self.spec
         fitting = [micro for micro in sizes if self._fits(micro)]
         if not fitting and self.line is not None:
             peak, limit = format_gib(self.line.gib(sizes[0])), format_gib(spec.limit_gib)
             raise trials.TrialsFailed(
-                f"micro batch {sizes[0]} needs {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
+                f"micro batch {sizes[0]} needs {peak}, more than {MEMORY_SHARE:.0%} of a rank's {limit}; "
                 "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
         most_s = STEPS_SHARE * spec.options.budget_s / min(throughput.MIN_SIZES, len(fitting))
@@ -273,7 +272,8 @@ class BatchSearch:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
         timed = throughput.sizes_to_time(affordable)
         run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
-        while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():  # two rounds
+        # the second round has half of the sizes
+        while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():
             timed = timed[1:]
         while len(timed) > 1 and self.used_s + (len(timed) - 1) * run_s > spec.latest_s:
             timed = timed[1:]
@@ -282,15 +282,13 @@ class BatchSearch:
     # --- throughput
 
     def _first_round(self, sizes: Sequence[int]) -> None:
-        """Run every size once, ascending, while the next one fits by the line through the last two."""
+        """Run the sizes once, ascending, until the memory line predicts that the next one does not fit."""
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
         self._log(f"throughput: micro batches {', '.join(map(str, sizes))}; {self.samples} sequences/step")
         for micro in sizes:
             if self.used_s > self.spec.latest_s:
-                if not self.sizes:  # only the memory trials were timed
-                    self._log(
-                        "no time is left for timed runs; resume in this directory with a larger --budget"
-                    )
+                if not self.sizes:  # only memory trials have run
+                    self._log("no time for timed runs; resume in this directory with a larger --budget")
                     self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
                     self.sizes = sorted({trial.micro_batch for trial in self.trials})
                 self._limited_by = "budget"
@@ -301,11 +299,11 @@ class BatchSearch:
                 ran = [t.micro_batch for t in (*self.memory_trials, *self.trials) if t.status == "ok"]
                 if trial.status not in ("oom", "over") or micro <= max(ran, default=0):
                     continue
-            self._limited_by = "memory"  # larger sizes need more
+            self._limited_by = "memory"  # larger sizes need more memory
             return
 
     def _more_rounds(self) -> None:
-        """Run the faster half of the sizes again, then the faster half of those, within the budget."""
+        """Repeat the faster half of the sizes, then the faster half of these, etc., within the budget."""
         runs = list(self.rates())
         for _ in range(throughput.MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
@@ -330,7 +328,7 @@ class BatchSearch:
         return trial
 
     def _timed_steps(self, runs: int) -> int:
-        """Return the steps of a run: as long as its start-up if the budget allows that for a whole round."""
+        """Return the number of timed steps. They take as long as the start-up if the budget allows it."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
         return min(throughput.MAX_STEPS, max(throughput.MIN_STEPS, int(each_s / step_s)))
@@ -338,14 +336,14 @@ class BatchSearch:
     def _steps_s(self, samples: int) -> float:
         return (self.spec.warm_up + throughput.MIN_STEPS) * samples * self._sequence_s
 
-    def _left_s(self, share: float = CURVE_SHARE) -> float:
+    def _left_s(self, share: float = THROUGHPUT_SHARE) -> float:
         return max(0.0, share * self.spec.options.budget_s - self.used_s)
 
     def _runs(self, micro: int) -> list[BatchTrial]:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return sequences/s at the declared global batch of every run, by micro batch."""
+        """Return sequences/s of each run by micro batch, at the declared global batch. Omit failed sizes."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes
@@ -360,7 +358,7 @@ class BatchSearch:
             lost = [f"micro batch {trial.micro_batch}: {trial.reason}" for trial in self.trials]
             raise trials.TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
-        if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale compares two batches
+        if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale needs two batch sizes
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
         step_s = self.spec.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
@@ -376,14 +374,14 @@ class BatchSearch:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
-        self._log(f"noise scale: {steps} steps of the declared batch")
+        self._log(f"noise scale: measuring {steps} steps with the declared batch")
         seconds, self.noise = self.noise_scale(micro, steps)
         self.used_s += seconds
 
-    # --- trials: runs of the user's configuration at another batch
+    # --- trials: runs of the user's configuration with another batch
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
-        """Run steps of `samples` sequences, or read the steps of an earlier call. Raises Stopped."""
+        """Run a trial of `samples` sequences per step, or read its records. Raise Stopped after a signal."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runner.run_one(trial)
         facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
@@ -397,7 +395,7 @@ class BatchSearch:
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale over `steps` declared batches. Returns the seconds and the scale."""
+        """Measure the noise scale over `steps` steps of the declared batch. Return (seconds, noise scale)."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
         outcome, summary = self._runner.run_one(trial), trials.read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
@@ -405,7 +403,7 @@ class BatchSearch:
         return outcome.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> trials.Trial:
-        """Return a trial of the user's configuration at this batch for `steps` steps, without checkpoints."""
+        """Return a trial of the user's configuration with this batch and number of steps."""
         spec, guard = self.spec, None
         config = trials.timed_config(
             spec.config,
@@ -417,17 +415,17 @@ class BatchSearch:
             precision=spec.precision,
         )
         if not spec.on_gpu and spec.limit_gib is not None:
-            # A larger allocation fails in the rank before the out-of-memory killer acts.
+            # an allocation above the limit then fails in the rank, before the kernel kills the process
             guard = int((spec.limit_gib + GUARD_GIB) * GIB)
         return trials.Trial(self._runner.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
     # --- the result
 
     def choice(self) -> throughput.BatchChoice | None:
-        """Choose a size from all runs so far; None if no size ran."""
+        """Return the chosen size, based on all runs so far; None if no size ran."""
         if not (rates := self.rates()):
             return None
-        # a GPU's memory has no other use, so choose the fastest size there
+        # on a GPU, choose the fastest size, because its memory has no other use
         share = 1.0 if self.spec.on_gpu else throughput.MIN_SHARE_OF_BEST
         micro, fastest, not_settled = throughput.choose_size(rates, share)
         rate = throughput.mean_rate(rates, micro)
@@ -453,7 +451,7 @@ class BatchSearch:
         )
 
     def result(self, outcome: trials.SearchOutcome, facts: Mapping[str, Any]) -> TuneBatch:
-        """Return tune.json."""
+        """Return the contents of tune.json."""
         rates = self.rates()
         return TuneBatch(
             status=outcome.status,
@@ -480,11 +478,11 @@ class BatchSearch:
 def resolve_auto_batch(
     name: str | None, overrides: Sequence[str], run: RunOptions, console: Console
 ) -> tuple[list[str], int]:
-    """Return the overrides with a number for `batch.micro_size: auto`, and the exit code of the search.
+    """Return the overrides with `batch.micro_size: auto` replaced by a number, and the search's exit code.
 
-    A resumed run keeps its size. The search is cached, so a stopped one is resumed. A dry run does not
-    search: without a cached result it shows the smallest size. Raises ConfigError, also for steps or ranks of
-    `run.profile` that the run does not have.
+    A resumed run keeps its size. Searches are cached, and a stopped search is resumed. A dry run does not
+    search: without a cached result, it shows the smallest size. Raise ConfigError if the input is unusable,
+    or if `run.profile` names steps or ranks that the run does not have.
     """
     run_dir, resume = run.run_dir, run.resume
 
@@ -507,11 +505,11 @@ def resolve_auto_batch(
     cached = files.cache_root() / "tune" / cache_key(spec, machine)
     for file in sorted(cached.glob(f"*/{FILE}")):
         kept = results.find(file, TuneBatch)
-        if kept is not None and kept.choice is not None and still_holds(kept, spec.limit_gib):
+        if kept is not None and kept.choice is not None and is_still_valid(kept, spec.limit_gib):
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if run.dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
-        return found(spec.sizes[0], f"for this dry run; a real run searches {minutes} for the best size")
+        return found(spec.sizes[0], f"for this dry run; a real run searches for the best size for {minutes}")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))
@@ -519,11 +517,11 @@ def resolve_auto_batch(
         return list(overrides), code
     choice = results.read(out / FILE, TuneBatch).choice
     assert choice is not None  # exit code 0
-    return found(choice.micro_batch, f"measured just now; {out / PAGE}")
+    return found(choice.micro_batch, f"measured just now; report: {out / PAGE}")
 
 
 def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
-    """Hash everything that affects the speed and memory of a micro batch, except the micro batch itself.
+    """Hash all inputs that affect the speed and memory of a micro batch, except the micro batch itself.
 
     `machine` is `Environment.to_json()`.
     """
@@ -536,7 +534,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # needs two batches
+        "log": {"noise_scale"},  # the noise scale needs two batch sizes
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)
@@ -544,10 +542,11 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
     return hash_json(decisive)[:16]
 
 
-def still_holds(search: TuneBatch, limit_gib: float | None) -> bool:
+def is_still_valid(search: TuneBatch, limit_gib: float | None) -> bool:
     """Return True if a search is complete and its choice is valid for this memory limit.
 
-    The peak must be within the limit, and if memory limited the search, the limit must not be much higher.
+    The peak of the choice must be within the limit. If memory limited the search, the limit must be at most
+    MAX_MEMORY_RATIO x the limit of the search.
     """
     choice, before_gib = search.choice, search.memory_limit_gib
     if search.status != "complete" or choice is None:

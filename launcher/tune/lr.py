@@ -1,4 +1,4 @@
-"""`bert-dp tune lr`: choose the learning rate by short complete runs."""
+"""`bert-dp tune lr`: choose the learning rate by complete runs, first short ones, then whole ones."""
 
 import dataclasses
 import datetime
@@ -19,11 +19,11 @@ from launcher.run import trials
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
-SHORT_RATIO = 8  # whole run / run of the first rung; also the minimum steps of a whole run
+SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the fewest steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""Tokens/s of a trial with this many ranks, and the factor of the 95 % interval; None if unknown."""
+"""Function of (job, ranks): predicted tokens/s of a trial and factor of its 95 % interval, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LrSearchSpec:
 
     @property
     def seeds(self) -> list[int]:
-        """Return the seeds of a finalist."""
+        """Return the seeds with which each finalist is trained."""
         return [self.config.run.seed + k for k in range(self.options.seeds)]
 
 
@@ -54,9 +54,9 @@ def tune_lr(
     how: VerbOptions,
     predict: Predict = lambda setup, ranks: None,
 ) -> int:
-    """Run the search and return the exit code. `predict` is used by a dry run.
+    """Run the search and return the exit code. `predict`: used to estimate the duration in a dry run.
 
-    Raises ConfigError with all issues of the input before any trial starts.
+    Raise ConfigError with all issues of the input before any trial starts.
     """
     from launcher.tune.tune_page import lr_page
 
@@ -73,8 +73,8 @@ def tune_lr(
     log = how.log(setup)
     log(f"learning rate search: {folder}")
     log(
-        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
-        f"{count_of(options.seeds, 'seed')} at full length; {layout}"
+        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then the best "
+        f"{FINALISTS} with {count_of(options.seeds, 'seed')} at full length; {layout}"
     )
     if how.dry_run:
         log(length_text(setup, options, ranks, predict))
@@ -87,8 +87,8 @@ def tune_lr(
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
-    """Return (trials, share of a whole run's tokens) for both rungs."""
-    whole_runs = FINALISTS * options.seeds + 1  # one neighbour of the best included
+    """Return (number of trials, share of the tokens of a whole run) for both rungs."""
+    whole_runs = FINALISTS * options.seeds + 1  # including one neighbour of the best rate
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
 
@@ -104,28 +104,28 @@ def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot
 
 
 def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
-    """Describe a search's length before it starts: in full-length runs, and in time if the speed is known."""
+    """Describe the length of a search before it starts, in whole runs, and in time if the speed is known."""
     config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
     rungs, tokens = planned(options), options.tokens or full_tokens(config)
     runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
     unit, steps = config.schedule.unit, count_of(range_steps(config, tokens), "step")
-    of = format_si(tokens, "tokens") if tokens else f"{getattr(config.schedule, unit):g} {unit}"
+    length = format_si(tokens, "tokens") if tokens else f"{getattr(config.schedule, unit):g} {unit}"
     trials_text = f"{trial_count(options)} trials, {at_a_time} at a time"
-    text = f"a range test of {steps}, then {trials_text}: as long as {runs:.1f} runs of {of}"
+    text = f"a range test of {steps}, then {trials_text}: as long as {runs:.1f} runs of {length}"
     if options.budget_s is not None:
         return f"{text}, shortened to {format_duration(options.budget_s)} in total"
     if tokens is None and config.schedule.hours:
         return f"{text}, {format_duration(runs * config.schedule.hours * 3600)}"
     rate = predict(setup, ranks)
     if rate is None or tokens is None:
-        return f"{text}; the range test will measure their speed"
+        return f"{text}; the range test will measure the speed"
     seconds, factor = runs * tokens / rate[0], rate[1]
     between = f"{format_duration(seconds / factor)} to {format_duration(seconds * factor)}, 95 %"
     return f"{text}, {format_duration(seconds)} ({between}) plus start-up"
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Check that whole runs are long enough for two rungs. `tokens`: as measured, for a budget in hours."""
+    """Return issues if whole runs are too short for two rungs. `tokens`: measured if the budget is hours."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the tokens of a whole run"
@@ -133,13 +133,13 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
-    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps; the first rung is 1/{SHORT_RATIO}"
-    setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,}"
+    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps, the minimum for a whole run"
+    setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,} tokens"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Check that rates can be searched on this data; the data sets the tokens of schedule.epochs."""
+    """Return issues that prevent a search on this data. Its size determines the tokens of schedule.epochs."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -150,7 +150,7 @@ def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[
 def measure(
     setup: job.Job, options: LrOptions, ranks: int, output: Output[SearchPlan], log: Log
 ) -> tuple[TuneLr, int]:
-    """Run or resume the search; return tune.json (partial after a signal) and the exit code."""
+    """Run or resume the search; return tune.json (partial after a stop signal) and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
     facts, shards, manifest = output.begin(config, lambda m: data_issues(config, options, m))
     slots = slots_of(setup, options, ranks)
@@ -175,21 +175,21 @@ def measure(
 
 
 class LrSearch:
-    """Search for the learning rate. `range_test` and `rungs` contain all measurements, even if it is stopped.
+    """Search for the learning rate. `range_test` and `rungs` contain all measurements, also after a stop.
 
-    All decisions depend only on the trials' records, so a resumed search makes the same ones.
+    Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
 
     def __init__(self, spec: LrSearchSpec, runs: trials.Runner, log: Log):
         self.spec, self._runs, self._log = spec, runs, log
         self.range_test: RangeTest | None = None
-        self.tokens: int | None = None  # of a whole run
+        self.tokens: int | None = None  # tokens of a whole run
         self.rungs: list[Rung] = []
         self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # measured by the range test
         self._progress = trials.Progress([], log)
 
     def run(self) -> None:
-        """Run the whole search. Raises Stopped for a signal, TrialsFailed, ConfigError for too few hours."""
+        """Run the whole search. Raise Stopped, TrialsFailed, or ConfigError if whole runs are too short."""
         test = self.range_test = self._test_range()
         tokens = self.tokens = self._choose_tokens()
         expected = [
@@ -199,7 +199,7 @@ class LrSearch:
         self.train_rungs(test, tokens)
 
     def train_rungs(self, test: RangeTest, tokens: int) -> None:
-        """Train short runs at a ladder of rates, then whole runs at the best ones. Raises TrialsFailed."""
+        """Train short runs, then whole runs at the best rates. Raise TrialsFailed if no rate is eligible."""
         first = self._open_rung("first", tokens // SHORT_RATIO, self.spec.seeds[:1])
         ladder = lr_search.first_ladder(test, self.spec.options.rates)
         while more := lr_search.next_short_rates(first, ladder, test.edge):
@@ -213,7 +213,7 @@ class LrSearch:
             raise trials.TrialsFailed("no rate of the last rung can be chosen")
 
     def _test_range(self) -> RangeTest:
-        """Run the range test: train at rising rates. Raises TrialsFailed if there are no losses."""
+        """Run the range test: train at rising rates. Raise TrialsFailed if it fails or has no losses."""
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
         trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
@@ -224,14 +224,14 @@ class LrSearch:
         if not points or (outcome.status != "ok" and trials.failure_kind(directory) != "not_finite"):
             raise trials.TrialsFailed(f"{trial.name}: {outcome.status}: {trials.cause(directory)}")
         edge, reason = lr_search.find_edge(points)
-        self._log(f"  edge at {edge:.3g}: {reason}" if edge is not None else f"  {reason}")
+        self._log(f"  divergence edge at {edge:.3g}: {reason}" if edge is not None else f"  {reason}")
         summary = trials.read_summary(directory) or Summary(status="failed")
         self._tokens_per_s, self._range_s = summary.tokens_per_s or 0.0, outcome.seconds
         self._fixed_s = max(0.0, outcome.seconds - summary.time_s.get("train", 0.0))
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
     def _choose_tokens(self) -> int:
-        """Return the tokens of a whole run, and log the planned trials. Raises ConfigError."""
+        """Return the tokens of a whole run, and log the plan. Raise ConfigError if the tokens are too few."""
         spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
         reason = "as requested" if options.tokens else "from the configuration"
@@ -285,16 +285,16 @@ class LrSearch:
             for trial, outcome in self._runs.run(todo):
                 result = done[trial.name] = read_trial(trial, outcome)
                 if trial.name in earlier:
-                    self._progress.had(trial_s)
+                    self._progress.skip(trial_s)
                     continue
                 failed = result.score == math.inf
-                how = f"{result.status}: {result.reason}" if failed else f"held-out {result.score:.4f}"
+                how = f"{result.status}: {result.reason}" if failed else f"held-out loss {result.score:.4f}"
                 tokens = format_si(result.tokens, "tokens")
                 text = f"rate {result.lr:g}, {tokens}, seed {result.seed}: {how}"
                 self._progress.ended(trial_s, outcome.seconds, text)
         finally:
-            here = [done[trial.name] for trial in todo if trial.name in done]
-            rung.trials[:] = lr_search.mark_diverged([*rung.trials, *here], spec.unigram)
+            results = [done[trial.name] for trial in todo if trial.name in done]
+            rung.trials[:] = lr_search.mark_diverged([*rung.trials, *results], spec.unigram)
 
     def _trial(self, name: str, config: Config) -> trials.Trial:
         config = config.model_copy(update={"precision": self.spec.precision})
@@ -324,19 +324,18 @@ class LrSearch:
 
 
 def step_tokens(config: Config) -> int:
-    """Return the tokens of a step of the full global batch."""
+    """Return the number of tokens in a step with the full global batch."""
     return config.batch.global_size * config.data.sequence_length
 
 
 def whole_steps(config: Config, tokens: float) -> int:
-    """Round tokens to whole steps of the full global batch, at least one."""
+    """Round a number of tokens to whole steps with the full global batch, at least one."""
     size = step_tokens(config)
     return max(1, round(tokens / size)) * size
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run with its batch ramp; None for a budget in hours, dollars
-    or kWh."""
+    """Return the tokens of the configured run with batch ramp; None unless the budget is steps or tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -346,7 +345,7 @@ def full_tokens(config: Config) -> int | None:
 
 
 def range_steps(config: Config, tokens: int | None) -> int:
-    """Return the steps of the range test for whole runs of `tokens` (None: not yet known)."""
+    """Return the number of steps of the range test. `tokens`: tokens of a whole run; None = not yet known."""
     if tokens is None:
         return RANGE_STEPS
     return min(RANGE_STEPS, max(MIN_RANGE_STEPS, tokens // RANGE_RATIO // step_tokens(config)))
@@ -356,17 +355,17 @@ def range_steps(config: Config, tokens: int | None) -> int:
 
 
 def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int) -> Config:
-    """Return a complete run of `tokens` tokens with its own full schedule, evaluated at the end."""
+    """Return the configuration of a run of `tokens` tokens with a complete schedule, evaluated at the end."""
     budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
     if config.schedule.steps and config.batch.ramp_fraction:
-        # the ramp by steps differs from the ramp by tokens
+        # keep a budget in steps, because a batch ramp over steps differs from one over tokens
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
     return with_settings(_bare(config, shards, lr, seed), schedule=dict.fromkeys(schema.BUDGETS) | budget)
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
-    """Return a run at the full batch with a rate rising from 1e-4 to 1."""
+    """Return the configuration of the range test: the full batch and a rate that rises from 1e-4 to 1."""
     whole = {"ramp_fraction": 0.0, "ramp_quantum": None}
     trial = with_settings(_bare(config, shards, 1.0, config.run.seed), batch=whole)
     schedule = schema.ScheduleConfig(name="exponential", steps=steps)
@@ -374,7 +373,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration without checkpoints, its data by path so that all seeds hold out the same."""
+    """Return the configuration without checkpoints, with prepared data: all seeds share the held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -387,12 +386,12 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:
-    """Return the settings of `optim` for a rate without scaling."""
+    """Return the settings of `optim` for a learning rate that is not scaled."""
     return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate. Its scaling rule is based on the current batch."""
+    """Return the user's configuration with this rate. A scaling rule then refers to the current batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

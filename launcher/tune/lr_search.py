@@ -1,4 +1,4 @@
-"""Rules of `tune lr`: divergence edge, ladder of rates, next runs, choice; models of its tune.json."""
+"""Define the rules of `tune lr` (edge, ladder of rates, runs, choice) and the models of its tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -13,12 +13,12 @@ from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
 SMOOTHING = 5  # number of range-test losses that are averaged
-RISE_SHARE = 0.1  # rise that counts, as a share of the fall of the loss
-RISE_SIGMAS = 8.0  # the same, in deviations of the smoothed noise; the least of 100 means is 2.5 below
+RISE_SHARE = 0.1  # minimum rise of the loss at divergence, as a share of its fall
+RISE_SIGMAS = 8.0  # minimum rise in deviations of a smoothed loss; the lowest of 100 is 2.5 below the mean
 EDGE_RATIO = 4.0  # edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
-EXTENSIONS = 3  # maximum rates added at each end of the ladder
+EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
-CLOSE_NATS = 0.03  # a rate this close to the best mean trains every seed
+CLOSE_NATS = 0.03  # largest difference from the best loss at which a rate counts as close
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -27,16 +27,16 @@ Side = Literal["high", "low"]
 class LrOptions(StoredModel):
     """Options of `tune lr`."""
 
-    ranks: int | None = None  # of a trial; null: the ranks of one replica
+    ranks: int | None = None  # ranks per trial; null: the ranks of one replica
     rates: int = 5
     seeds: int = 3
-    tokens: int | None = None  # of a whole run; null: as configured
+    tokens: int | None = None  # tokens of a whole run; null: as configured
     budget_s: float | None = None
     launcher: str = "torchrun"
 
 
 class RangeTest(StoredModel):
-    """A run with a rising rate, until training diverges."""
+    """A run at rising rates, until training diverges."""
 
     points: list[Point]  # [rate, training loss or null]
     edge: float | None  # lowest rate at which training diverged; null: none
@@ -52,7 +52,7 @@ class LrTrial(StoredModel):
     status: LrTrialStatus
     reason: str | None = None
     heldout_loss: float | None = None
-    heldout: HeldOut | None = None  # the loss with its denominator
+    heldout: HeldOut | None = None  # held-out loss with its denominator
     tokens: int
     seconds: float = 0.0
 
@@ -63,7 +63,7 @@ class LrTrial(StoredModel):
 
 
 class Rung(StoredModel):
-    """Trials of one length."""
+    """Trials of one length in tokens."""
 
     tokens: int
     seeds: list[int]
@@ -83,7 +83,7 @@ class Rung(StoredModel):
         return statistics.fmean(self.scores(lr))
 
     def ranked(self) -> list[float]:
-        """Return the eligible rates, best first."""
+        """Return the eligible rates (all trials succeeded), lowest mean score first."""
         return sorted((lr for lr in self.rates if self.mean(lr) < math.inf), key=self.mean)
 
 
@@ -93,21 +93,21 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    lead: float | None  # nats to the next rate, mean over common seeds; null: the only rate
-    edge_side: Side | None  # side of the choice on which no rate was measured
-    tied: list[float]  # rates not significantly different from it
+    lead: float | None  # nats below the next best rate, mean over common seeds; null: no other rate
+    edge_side: Side | None  # side on which no rate beyond the choice was measured; null: none
+    tied: list[float]  # rates that are not significantly worse
 
 
 class TuneLr(TuneFile):
-    """tune.json of `tune lr`."""
+    """Contents of the tune.json of `tune lr`."""
 
     schema_version: Literal[1] = 1
     kind: Literal["lr"] = "lr"
     settings: LrOptions
-    tokens: int | None  # of a whole run; null: stopped before the range test ended
-    at_a_time: int  # trials
+    tokens: int | None  # tokens of a whole run; null: the range test has not ended
+    at_a_time: int  # number of concurrent trials
     range_test: RangeTest | None = None
-    rungs: list[Rung] = []  # short runs, whole runs
+    rungs: list[Rung] = []  # first: short runs; last: whole runs
     choice: LrChoice | None = None
 
     @property
@@ -123,7 +123,7 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
     """Return the divergence edge of a range test (None if training did not diverge) and the reason.
 
     `points`: (rate, loss or None, steps skipped so far) of each step, by rising rate. The edge is the lowest
-    rate at which a loss was not finite, a step was skipped (except the first ones, while fp16's loss scale
+    rate at which a loss was not finite, a step was skipped (except the first steps, while fp16's loss scale
     falls), or the mean of SMOOTHING losses exceeded its minimum by both RISE_SHARE of its fall and
     RISE_SIGMAS deviations of its noise (estimated from differences of consecutive losses).
     """
@@ -149,9 +149,9 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
 
 def first_ladder(test: RangeTest, count: int) -> list[float]:
-    """Return `count` rates, halving from edge / EDGE_RATIO rounded down to two digits.
+    """Return `count` rates: edge / EDGE_RATIO rounded down to two digits, then halved repeatedly.
 
-    Without an edge, the highest rate of the test is used instead.
+    Without an edge, the highest rate of the test replaces the edge.
     """
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
     digit = 10.0 ** (math.floor(math.log10(top)) - 1)
@@ -165,7 +165,7 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
     """Mark trials as diverged if they end above the unigram entropy but a lower rate ends below it.
 
-    If no lower rate ends below it, the runs may just be too short to learn anything.
+    If no lower rate ends below the entropy, the runs may simply be too short to learn.
     """
     if unigram is None:
         return list(trials)
@@ -183,8 +183,9 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
 def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -> list[float]:
     """Return the next rates to train in the first rung; [] when it is complete.
 
-    First the ladder; then one rate at a time beyond the best while that is the highest or the lowest, or half
-    of the lowest while all diverge; at most EXTENSIONS at each end, and none above the edge.
+    The ladder comes first. Then rates are added one at a time: beyond the best rate while that is the highest
+    or the lowest, or at half of the lowest rate while all diverge. Each end gets at most EXTENSIONS rates,
+    none of them above the edge.
     """
     if not first.trials:
         return list(ladder)
@@ -203,9 +204,9 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     """Return the next (rate, seed) pairs to train in the last rung; [] when it is complete.
 
-    First the best FINALISTS of the first rung with the first seed; then the first rung's rates next to the
-    best, on both sides; then the other seeds of the best and of up to FINALISTS close rates. If no rate is
-    eligible, the next best one of the first rung.
+    The best FINALISTS of the first rung come first, with one seed. Then come the rates on both sides of the
+    best, then the other seeds of the best and of up to FINALISTS close rates. If no rate is eligible, the
+    next best rate of the first rung follows.
     """
     trained = {(trial.lr, trial.seed) for trial in last.trials}
     order, seeds = last.ranked(), last.seeds
@@ -215,9 +216,9 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     tried = {*first.ranked(), *last.rates}
     above = min((lr for lr in tried if lr > order[0]), default=order[0])
     below = max((lr for lr in tried if lr < order[0]), default=order[0])
-    if beside := [lr for lr in (above, below) if lr not in last.rates]:
-        return [(beside[0], seeds[0])]
-    start = {lr: last.scores(lr)[0] for lr in order}  # compare the same seed, because seeds differ
+    if neighbours := [lr for lr in (above, below) if lr not in last.rates]:
+        return [(neighbours[0], seeds[0])]
+    start = {lr: last.scores(lr)[0] for lr in order}  # one seed for all rates, because seeds differ
     close = [
         lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
     ]
@@ -229,7 +230,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 
 
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
-    """Choose the rate with the lowest mean in the last rung; None before it, or if none is eligible."""
+    """Return the rate with the lowest mean in the last rung; None if that rung has no eligible rate."""
     order = rungs[1].ranked() if len(rungs) > 1 else []
     if not order:
         return None
@@ -247,7 +248,7 @@ def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
 
 
 def differences(rung: Rung, lr: float, best: float) -> list[float]:
-    """Return how much worse a rate is than the best, in nats, for each common seed."""
+    """Return the loss of a rate minus the loss of the best rate, in nats, for each common seed."""
     scores = {(trial.lr, trial.seed): trial.score for trial in rung.trials}
     both = [seed for rate, seed in scores if rate == lr and (best, seed) in scores]
     return [scores[lr, seed] - scores[best, seed] for seed in both]
@@ -256,8 +257,8 @@ def differences(rung: Rung, lr: float, best: float) -> list[float]:
 def is_tied(rung: Rung, lr: float, best: float) -> bool:
     """Return True if the 95 % interval of the mean difference, paired by seed, reaches zero.
 
-    A single seed has no interval and counts as tied. A rate with fewer seeds than the best is tied if it is
-    within CLOSE_NATS.
+    A single common seed gives no interval, so the rates are tied. A rate with fewer seeds than the best is
+    tied if its mean is at most CLOSE_NATS higher.
     """
     if len(rung.scores(lr)) != len(rung.scores(best)):
         return rung.mean(lr) <= rung.mean(best) + CLOSE_NATS

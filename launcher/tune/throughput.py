@@ -1,4 +1,4 @@
-"""Rules of `tune batch`: sizes, memory, rounds of runs, choice; models of its tune.json."""
+"""Define the rules of `tune batch` (sizes, memory, rounds, choice) and the models of its tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -16,7 +16,7 @@ from launcher.stats import student
 from launcher.tune import with_settings
 
 MIN_SHARE_OF_BEST = 0.97  # share of the best throughput required of a smaller micro batch
-MEMORY_SHARE = 0.9  # share of a rank's memory that a size may use
+MEMORY_SHARE = 0.9  # share of a rank's memory limit that a size may use
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
 MAX_ROUNDS = 6
@@ -25,23 +25,23 @@ SizeStatus = Literal["ok", "oom", "failed", "over"]  # over: the peak is above t
 
 
 class BatchTrial(StoredModel):
-    """One run at a micro batch. The lists are empty if it did not complete every step."""
+    """One run with a micro batch. The lists are empty if the run did not complete every step."""
 
     name: str
     micro_batch: int
     samples: int  # sequences per step, over all ranks
-    seconds: float  # from start to end
+    seconds: float  # duration of the run, including its start-up
     status: SizeStatus
     reason: str | None = None
-    peaks_gib: list[float] = []  # of each rank
-    step_s: list[float] = []  # of each timed step
+    peaks_gib: list[float] = []  # peak memory of each rank
+    step_s: list[float] = []  # time of each timed step
     forward_backward_s: list[float] = []
     data_wait_s: list[float] = []
     exposed_s: float = 0.0  # reduction time per step outside the backward pass; 0: not reported by the engine
 
     @property
     def peak_gib(self) -> float | None:
-        """Return the highest peak of any rank; None if a step is missing."""
+        """Return the highest peak of any rank; None if the run is incomplete."""
         return max(self.peaks_gib, default=None)
 
 
@@ -52,12 +52,12 @@ class MemoryLine(StoredModel):
     gib_per_sequence: float
 
     def gib(self, micro: float) -> float:
-        """Return the peak at a micro batch."""
+        """Return the peak in GiB at a micro batch."""
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
 class SizeResult(StoredModel):
-    """One micro batch. Rates are sequences/s of all ranks at the declared global batch."""
+    """Results of one micro batch. Rates are sequences/s of all ranks at the declared global batch."""
 
     micro_batch: int
     status: SizeStatus
@@ -80,16 +80,16 @@ class BatchChoice(StoredModel):
 
 
 class TuneBatch(TuneFile):
-    """tune.json of `tune batch`."""
+    """Contents of the tune.json of `tune batch`."""
 
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
     global_batch: int
-    memory_limit_gib: float | None  # of a rank; null: unknown
+    memory_limit_gib: float | None  # memory limit of a rank; null: unknown
     memory_line: MemoryLine | None = None  # through the two largest sizes that ran
     memory_trials: list[BatchTrial] = []
-    trials: list[BatchTrial] = []  # timed
-    sizes: list[SizeResult] = []  # ascending
+    trials: list[BatchTrial] = []  # timed trials
+    sizes: list[SizeResult] = []  # ascending micro batches
     choice: BatchChoice | None = None
     noise: NoiseScale | None = None
 
@@ -103,9 +103,9 @@ def with_micro(config: Config, micro: int) -> Config:
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return all micro batches, ascending, allowed by the declared global batch on `ranks` ranks.
+    """Return the micro batches that divide the declared global batch on `ranks` ranks, ascending.
 
-    Raises ConfigError if there is none: 1 does not divide, or the engine rejects the configuration.
+    Raise ConfigError if there is none: 1 does not divide it, or the engine rejects the configuration.
     """
     allowed = []
     for micro in divisors(config.batch.global_size):
@@ -120,7 +120,7 @@ def dividing_sizes(config: Config, ranks: int) -> list[int]:
 def sizes_to_time(sizes: Sequence[int]) -> list[int]:
     """Return at most MAX_SIZES divisors of the largest size, ascending, at nearly equal ratios.
 
-    As divisors, they allow the same number of sequences per step in every trial.
+    Divisors allow the same number of sequences per step in every trial.
     """
     sizes = [size for size in sizes if sizes[-1] % size == 0]
     if len(sizes) <= MAX_SIZES:
@@ -150,10 +150,10 @@ Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 
 
 def run_rate(trial: BatchTrial, global_size: int) -> float:
-    """Return sequences/s at the global batch.
+    """Return the sequences/s of a trial, converted to the global batch.
 
-    Time proportional to the sequences of a step is scaled to the global batch: forward and backward passes
-    without the exposed reduction, and the wait for data. Reduction and update count once.
+    Times that are proportional to the sequences of a step are scaled to the global batch: data wait, and
+    forward and backward passes without exposed reduction. Reduction and update occur once per step.
     """
     more = global_size / trial.samples - 1
     steps = [
@@ -164,7 +164,7 @@ def run_rate(trial: BatchTrial, global_size: int) -> float:
 
 
 def mean_rate(rates: Rates, micro: int) -> float:
-    """Return the geometric mean over the runs of a size."""
+    """Return the geometric mean of the rates of a size over its runs."""
     return statistics.geometric_mean(rates[micro])
 
 
@@ -195,7 +195,7 @@ def next_round(rates: Rates, sizes: Sequence[int]) -> list[int]:
 
 
 def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int, int, list[int]]:
-    """Return (choice, fastest size, sizes possibly faster than the choice by more than `min_share` allows).
+    """Return (choice, fastest size, sizes that may exceed the choice by more than `min_share` allows).
 
     The choice is the smallest size whose mean rate minus one standard error is at least `min_share` of the
     fastest mean; with a share of 1, it is the fastest size.
@@ -213,5 +213,5 @@ def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int
     chosen = min([*near, fastest])
     times = student(degrees) if degrees else math.inf
     others = [size for size in rates if size != chosen]
-    open_ = [s for s in others if log_share(s, chosen) + times * error(s, chosen) > -least]
-    return chosen, fastest, sorted(open_)
+    unsettled = [s for s in others if log_share(s, chosen) + times * error(s, chosen) > -least]
+    return chosen, fastest, sorted(unsettled)

@@ -1,4 +1,4 @@
-"""Reports of tune.json: a partial or complete search for the micro batch or the learning rate."""
+"""Build the reports of searches for the micro batch and the learning rate from tune.json."""
 
 import math
 import shlex
@@ -31,7 +31,7 @@ SIZE_COLUMNS = (
 
 
 def tune_page(path: Path) -> Report:
-    """Build the report of a tune.json of either search. Raises ConfigError."""
+    """Build the report of a tune.json of either search. Raise ConfigError if the file is damaged."""
     data = results.load(path, TuneBatch.hint)
     if isinstance(data, dict) and data.get("kind") == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
@@ -39,7 +39,7 @@ def tune_page(path: Path) -> Report:
 
 
 def train_command(folder: Path) -> str:
-    """Return the command to train the tuned configuration."""
+    """Return the command that trains the tuned configuration."""
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
 
 
@@ -79,14 +79,14 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", "No micro batch was chosen.")
-    share = "the fastest" if len(tune.sizes) > 1 else "the only size timed"
+    share = "the fastest" if len(tune.sizes) > 1 else "the only timed size"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
         share = f"{formats.format_percent(choice.share_of_best)} of the fastest ({fastest})"
     notes = [LIMITS[choice.limited_by]]
     if choice.not_settled:
         sizes = ", ".join(map(format_count, choice.not_settled))
-        notes.append(f"Not settled: micro batch {sizes} may be more than 3 % faster; raise --budget.")
+        notes.append(f"Sizes that may be more than 3 % faster: {sizes}. Raise --budget to decide.")
     chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
     text = f"{chosen}: {format_si(choice.samples_per_s, 'sequences/s')}, {share}."
     return Verdict("warn" if choice.not_settled else "ok", text, notes)
@@ -101,9 +101,9 @@ def _noise(tune: TuneBatch) -> Verdict:
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = formats.format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"{format_count(noise.steps)} steps from {weights}; it grows during training.",
+        f"{format_count(noise.steps)} steps from {weights}; the noise scale grows during training.",
         f"In the declared batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
-        "one in a small batch.",
+        "a sequence in a small batch.",
     ]
     interval = formats.format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
@@ -111,7 +111,7 @@ def _noise(tune: TuneBatch) -> Verdict:
 
 
 def throughput_figure(tune: TuneBatch) -> Figure:
-    """Plot throughput against the micro batch: intervals, all runs and the required share of the best."""
+    """Plot throughput against micro batch: means with intervals, each run, and 97 % of the best mean."""
     ran = {size.micro_batch: size for size in tune.sizes if size.samples_per_s is not None}
     x, means = list(map(float, ran)), [size.samples_per_s for size in ran.values()]
     rates = [(t.micro_batch, run_rate(t, tune.global_batch)) for t in tune.trials if t.micro_batch in ran]
@@ -120,7 +120,7 @@ def throughput_figure(tune: TuneBatch) -> Figure:
     best = max((mean or 0.0 for mean in means), default=None)
     return Figure(
         "Throughput against micro batch",
-        [Line("mean, 95 % over runs", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
+        [Line("mean, 95 % interval", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
         page.Axis("micro batch (sequences)", "count", log=True, ticks=x),
         page.Axis("sequences/s, all ranks", from_zero=True),
         levels=[ReferenceLine("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
@@ -149,7 +149,7 @@ def memory_figure(tune: TuneBatch) -> Figure:
         page.Axis("peak memory of a rank (GiB)", from_zero=True),
         levels=levels,
         marks=_chosen(tune),
-        note="" if limit is None else f"A rank has {format_gib(limit)}; a size may use {share} of it.",
+        note="" if limit is None else f"A rank has {format_gib(limit)}, of which a size may use {share}.",
     )
 
 
@@ -186,12 +186,12 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     trials, notes = _last(tune).trials, []
     heldout = next((t.heldout for t in trials if t.lr == choice.lr and t.heldout), HeldOut())
     if choice.lead is not None:
-        notes.append(f"{formats.format_nats(choice.lead)} below the next rate.")
+        notes.append(f"The loss is {formats.format_nats(choice.lead)} lower than at the next best rate.")
     if choice.tied:
-        notes.append(f"Not significantly different from {', '.join(map(format_lr, choice.tied))}.")
+        notes.append(f"Rates that are not significantly worse: {', '.join(map(format_lr, choice.tied))}.")
     if choice.edge_side:
         side = {"low": "lower", "high": "higher"}[choice.edge_side]
-        notes.append(f"No {side} rate was measured, so the best one may be {side} still.")
+        notes.append(f"No {side} rate was measured, so the best rate may be {side}.")
     loss = run_page.loss_text(choice.heldout_loss, heldout, finite_losses(_last(tune), choice.lr))
     seeds = count_of(choice.seeds, "seed")
     text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
@@ -199,12 +199,12 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
-    """Return the losses of the successful seeds."""
+    """Return the held-out losses of a rate, without failed seeds."""
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
 def loss_figure(tune: TuneLr) -> Figure:
-    """Plot the held-out loss against the rate: a line per rung, and all seeds of the last rung."""
+    """Plot the held-out loss against the rate: a line for each rung, and every seed of the last rung."""
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
@@ -225,7 +225,7 @@ def loss_figure(tune: TuneLr) -> Figure:
 
 
 def range_figure(tune: TuneLr) -> Figure:
-    """Plot the training loss against the rising rate, and the edge."""
+    """Plot the training loss of the range test against its rising rate, with the divergence edge."""
     test = tune.range_test
     points = test.points if test else []
     edge = test.edge if test else None

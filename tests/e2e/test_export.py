@@ -265,7 +265,7 @@ def test_export_warns_of_an_untrained_run_and_refuses_a_damaged_one(runs: Path, 
     assert done.stderr.startswith("warning: RUN ")
     broken = shutil.copytree(runs / "rms", tmp_path / "broken")
     (broken / "checkpoints/step-00000003/model.safetensors").write_bytes(b"torn")
-    assert "but the manifest says" in refused("export", "hf", str(broken), "--out", str(tmp_path / "none"))
+    assert "but the manifest lists" in refused("export", "hf", str(broken), "--out", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
     assert str(tmp_path) not in "".join(p.read_text() for p in (tmp_path / "out").glob("*.*[nd]"))
     accepted("export", "check", str(tmp_path / "out"))  # finds the run next to the directory

@@ -14,9 +14,12 @@ import pytest
 
 from benchmarks import gpu, records, turns
 from benchmarks.records import set_options
+from bert_dp.config import dump_config, resolve
 from tests.e2e.cli import TINY
+from tests.example_files import write_examples
 from tests.helpers import read_json
 from tests.resumable import code_version
+from tests.runs_to_export import VOCABULARY, config_of, finetuned, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the crew of old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
@@ -111,6 +114,25 @@ def test_export_speed_quick(tmp_path):
 
 
 @pytest.mark.slow
+def test_student_speed_small(tmp_path):
+    examples = write_examples(tmp_path / "examples", dev=6, vocab_size=VOCABULARY)
+    classifier = finetuned(config_of("crammed-bert"), "recipe", head_size=12).model_dump(mode="json")
+    sizes = {"lstm_size": 9, "num_layers": 1, "num_heads": 1, "hidden_size": 16}
+    student = {"objective": {"name": "distill"}, "model": sizes, "data": {"path": str(examples)}}
+    config = resolve([classifier, student])
+    run_dir = write_run(tmp_path / "student", config)
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    options = "--large quickstart --batches 1,4 --rounds 3"
+    result, said = record_of(tmp_path, "student_speed", options, str(run_dir))
+    assert result["examples"] == 6
+    assert set(result["points"]) == {"1", "4"}
+    for size, point in result["points"].items():
+        large, small = (point["seconds"][name] for name in ("large", "student"))
+        assert point["ratio"]["median"] == statistics.median(turns.ratios(large, small))
+        assert f"{size}  " in said
+
+
+@pytest.mark.slow
 def test_optimizer_speed_small():
     out = json.loads(run("optimizer_speed", "--rounds 1 --layers 1").stdout)
     assert out["adamw"]["ratio_to_adamw_median"] == 1.0
@@ -138,9 +160,9 @@ def test_predictor_on_some_rows(tmp_path):
 def test_a_process_answers_until_an_error_which_names_it():
     with turns.Child("divides", copy.copy, ({"ready": 1}, divmod)) as child:
         assert child.facts == {"ready": 1}
-        assert child.ask(7, 2) == (3, 1)
+        assert child.measure(7, 2) == (3, 1)
         with pytest.raises(RuntimeError, match="divides: ZeroDivisionError: "):
-            child.ask(1, 0)
+            child.measure(1, 0)
     with (
         pytest.raises(RuntimeError, match="gone: FileNotFoundError: "),
         turns.Child("gone", open, "/no/file"),

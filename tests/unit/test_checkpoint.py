@@ -196,7 +196,7 @@ def a_pipe(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (truncate, "model.safetensors: .* bytes, but the manifest says"),
+    "truncated": (truncate, "model.safetensors: .* bytes, but the manifest lists"),
     "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
     "missing file": (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
     "a number for a file": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
@@ -223,7 +223,7 @@ def test_a_broken_newest_is_passed_over_and_named(
     assert checkpoint.resolve(str(tmp_path / "run")) == good
     assert capsys.readouterr().err == f"warning: {problem}; using {good.name}\n"
     shutil.rmtree(good)
-    with pytest.raises(ConfigError, match="no valid checkpoint there") as caught:
+    with pytest.raises(ConfigError, match="contains no valid checkpoint") as caught:
         checkpoint.resolve(str(tmp_path / "run"))
     assert list(map(str, caught.value.issues[1:])) == [problem]
 
@@ -241,7 +241,7 @@ def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
     for source in (tmp_path / "file", tmp_path / "empty", tmp_path / "none", tmp_path / "a" / "b"):
         with pytest.raises(ConfigError) as caught:
             checkpoint.resolve(str(source))
-        message = "no valid checkpoint there" if source.exists() else "does not exist"
+        message = "contains no valid checkpoint" if source.exists() else "does not exist"
         assert caught.value.issues[0].message == message
 
 

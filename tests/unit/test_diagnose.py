@@ -135,12 +135,12 @@ def test_the_fastest_engine_is_named_where_intervals_part() -> None:
     fast, middle = engine("fast", 10.0, [0.99, 1.01]), engine("middle", 8.0, [1.2, 1.3])
     *each, last = diagnose([engine("slow", 5.0, [2.0, 2.1]), fast, middle])
     assert [t.cell for t in each] == ["slow", "fast", "middle"]
-    assert (last.cell, last.kind, last.verdict) == ("fast", "fastest", "fastest of 3 at N = 4")
+    assert (last.cell, last.kind, last.verdict) == ("fast", "fastest", "fastest of 3 engines at N = 4")
     assert last.evidence == "throughput / throughput of middle: 1.250 [1.188 to 1.313]"
     assert last.next == "nothing"
     # engines are compared by the time of a sequence: twice the batch in 1.6 times the seconds is faster
     cells = [engine("a", 10.0, [1.6, 1.62], global_batch=16), engine("b", 8.0, [1.0, 1.1])]
-    assert diagnose(cells)[-1].verdict == "fastest of 2 at N = 4"
+    assert diagnose(cells)[-1].verdict == "fastest of 2 engines at N = 4"
 
 
 @pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])
@@ -168,4 +168,4 @@ def test_only_like_cells_are_compared_and_only_runs_judged() -> None:
     judged = diagnose(cells)
     assert [t.cell for t in judged] == ["two", "strong", "weak", "broken", "no room"]
     later = [engine("x", 10.0, [1.0, 1.1], world_size=8), engine("y", 9.0, [1.2, 1.3], world_size=8)]
-    assert diagnose([*cells, *later])[-1].verdict == "fastest of 2 at N = 8"
+    assert diagnose([*cells, *later])[-1].verdict == "fastest of 2 engines at N = 8"

@@ -139,7 +139,7 @@ def test_neither_a_failure_nor_another_pipe_is_taken_for_a_reader_that_has_gone(
         ("os.write(other, b'x')", "error: Broken pipe\n"),
     ):
         script = (
-            "import os, sys; from launcher.cli.app import exit_code\n"
+            "import os, sys; from launcher.cli.exit_code import exit_code\n"
             "reader, other = os.pipe(); os.close(reader)\n"
             + ("" if error else "os.dup2(other, 1)\n")
             + f"sys.exit(exit_code(lambda: {verb}))"

@@ -137,7 +137,7 @@ def test_every_task_runs_with_every_seed_and_an_evaluation_ends_as_its_trials_do
     runner = MadeRunner(tmp_path, tasks, lambda name, config: scores[config.run.seed] or "loss is NaN")
     monkeypatch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
     plan = GluePlanFile(config_hash="abc", settings={}, start={})
-    output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
+    output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.MUST_MATCH, glue.MAY_INCREASE)
     file, ended = glue.run_trials(make_grid(options("MRPC", "RTE"), tasks), output, print)
     assert (file.status, ended, file.average) == (status, code, None)
     assert [task.task for task in file.tasks] == ["MRPC", "RTE"]

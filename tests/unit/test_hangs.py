@@ -98,11 +98,11 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "behind one that compiles": (
         [snapshot(0, step=0, phase="setup"), snapshot(1, step=0, phase="compile")],
         (0,),
-        "behind the others, which are in compile",
+        "behind the others, which are in phase compile",
     ),
     "behind one that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
-    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not schedulable: h"),
-    "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not schedulable: stuck"),
+    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not responding: interpreter"),
+    "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not responding: blocked"),
     "ahead of one that is heard, its launch waits for room in its GPU's queue": (
         [snapshot(0, WORK, step=4), snapshot(1, step=5, unheard_s=29.0), snapshot(2, step=5, unheard_s=29.0)],
         (0,),
@@ -112,7 +112,7 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "the last of many places": (
         [snapshot(0, step=5), snapshot(1, phase="log"), snapshot(2), snapshot(3, phase="log")],
         (2,),
-        "behind the others, which are in step 5 (step, 0 micro batches done)",
+        "behind the others, which are in step 5 (phase step, micro batches done: 0)",
     ),
     "outside the collective": (
         [snapshot(0, GATHER), snapshot(1, WORK), snapshot(2, TICK)],
@@ -121,11 +121,15 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     ),
     "at work, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
     "in the backward pass, not the collective": ([snapshot(0, BACKWARD), snapshot(1, GATHER)], (0,), "not"),
-    "nobody: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "no rank stands out"),
-    "nobody: no stacks": ([snapshot(0), snapshot(1)], (), "no rank stands out"),
-    "a lone rank": ([snapshot(0, WORK)], (0,), "makes no progress"),
-    "heard late": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "no rank stands out"),
-    "heard no later than it moved": ([snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)], (), "no rank"),
+    "nobody: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "the cause is unknown"),
+    "nobody: no stacks": ([snapshot(0), snapshot(1)], (), "the cause is unknown"),
+    "a lone rank": ([snapshot(0, WORK)], (0,), "the only rank"),
+    "heard late": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "the cause is unknown"),
+    "heard no later than it moved": (
+        [snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)],
+        (),
+        "the cause",
+    ),
     "waiting for data, with as many micro batches done": (
         [snapshot(0, BACKWARD, done=3), snapshot(1, WORK, phase="data", done=3), snapshot(2, done=3)],
         (1,),
@@ -207,9 +211,9 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     assert compare_collectives({0: ahead, 1: behind}) is None
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
     diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
-    reason = "has not started on its GPU all_reduce of [[8]], in which rank 0 waits"
+    reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
-    assert "rank 1 in step 4 (step, 2 micro batches done)" in hangs.report(snapshots, diagnosis)[0]
+    assert "rank 1 in step 4 (phase step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
     assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
@@ -221,12 +225,14 @@ def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
     snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, deep, step=3), snapshot(2)]
     head, place, *lines = hangs.report(snapshots, find_culprit(snapshots))
-    assert head.startswith("hang: rank 1 in step 3 (step, 0 micro batches done): behind")
+    assert head.startswith("hang: rank 1 in step 3 (phase step, micro batches done: 0): behind")
     assert head.endswith("(no progress for 30 s)")
     assert place == "  rank 1 at /p/mine.py:1 in f"
     assert lines[:-2] == [f"    | /p/mine.py:{line} in f" for line in range(1, 13)]
-    assert lines[-2].startswith("  rank 0 in step 4 (log): waits in all_gather (/p/bert_dp/training/distri")
-    assert lines[-1] == "  rank 2 in step 4 (step, 0 micro batches done)"
+    assert lines[-2].startswith(
+        "  rank 0 in step 4 (phase log): waits in all_gather (/p/bert_dp/training/distri"
+    )
+    assert lines[-1] == "  rank 2 in step 4 (phase step, micro batches done: 0)"
     stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
     head, place, *_ = hangs.report(stopped, find_culprit(stopped))
     assert head.endswith("(no progress for 21 s)")
@@ -346,16 +352,18 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     moved = scene.now
     scene.ranks[0].go("log")
     assert 20 <= scene.quiet(60) <= 30
-    assert "hang: rank 1 in step 5 (step" in scene.said[0]
+    assert "hang: rank 1 in step 5 (phase step" in scene.said[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
-    assert scene.said[-1].startswith("  the run is ended in 600 s")
+    assert scene.said[-1].startswith("  bert-dp ends the run in 600 s")
     count = len(scene.said)
     scene.quiet(100)
     assert len(scene.said) == count
     again = scene.now + 1
     scene.train(3)
-    assert scene.said[count] == f"continues after {again - moved:.0f} s", "since rank 1 has moved last"
+    assert scene.said[count] == f"the run continues after {again - moved:.0f} s without progress", (
+        "since rank 1 has moved last"
+    )
     assert len(scene.said) == count + 1
     assert "continues after" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
@@ -409,7 +417,7 @@ def test_zero_never_ends_it_and_a_lone_rank_is_watched_too(tmp_path: Path) -> No
     scene.train(5)
     assert scene.quiet(60) is not None
     assert "rank 0" in scene.said[0]
-    assert scene.said[-1].startswith("  the run is not ended unless it continues")
+    assert scene.said[-1].startswith("  bert-dp does not end the run")
     for _ in range(5000):
         scene.look()
     assert scene.ended is None
@@ -448,7 +456,7 @@ def test_a_frozen_rank_is_reported_without_patience_though_others_go_on(scene: S
     scene.train(5)
     scene.ranks[1].go(phase)
     assert scene.quiet(60, frozen=1, going=0) <= 30
-    assert "not schedulable" in scene.said[0]
+    assert "not responding" in scene.said[0]
     assert "rank 1" in scene.said[0]
 
 

@@ -78,7 +78,7 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
 
 def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
     few = estimate([13.0] * 49, [5.0] * 49, 2, 10)
-    reason = "only 49 measured steps, at least 50 are needed"
+    reason = "only 49 steps were measured; at least 50 are needed"
     assert (few.steps, few.verdict, few.reason) == (49, "inconclusive", reason)
     assert (few.noise_scale, few.interval, few.grad_sq, few.trace) == (None, None, None, None)
     # |G|^2 = 3, tr = 20 at every step: b = 2 gives 13, B = 10 gives 5, B = 5 gives 7
@@ -105,7 +105,7 @@ def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
     assert result.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
     assert estimate_of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
-    assert estimate_of_run(tmp_path / "none").reason == "only 0 measured steps, at least 50 are needed"
+    assert estimate_of_run(tmp_path / "none").reason == "only 0 steps were measured; at least 50 are needed"
 
 
 # --- the norms

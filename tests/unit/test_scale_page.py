@@ -41,7 +41,7 @@ def test_what_failed_is_said_with_its_cause() -> None:
     report = of(data)
     done, total = sum(c["status"] == "ok" for c in data["cells"]), len(data["cells"])
     partial, lost = report.verdicts[:2]
-    assert partial.text == f"Partial: {done} of {total} cells have a result, 1 not yet run."
+    assert partial.text == f"Partial: {done} of {total} cells have a result; cells pending: 1."
     assert (lost.level, lost.notes) == ("fail", ["weak-zero1-n4: oom: rank 1: out of memory"])
     efficiency = figure_of(report, "Efficiency, weak scaling")
     assert points(lines(report, efficiency.title)["zero1"])[4] is None  # a gap, and its N stays on the axis
@@ -60,7 +60,7 @@ def test_verdicts_stand_once_worst_first() -> None:
     assert [(v.level, v.text, v.notes) for v in of(data).verdicts] == [
         ("fail", "Out of memory. Next: do so.", ["d: e"]),
         ("warn", "Hardware ceiling. Next: do so.", ["c: e", "e: e"]),
-        ("warn", "Flags: check these numbers before using them.", ["weak-single-n1: a flag"]),
+        ("warn", "Check these figures before you use them.", ["weak-single-n1: a flag"]),
         ("ok", "Scales.", ["b: e"]),
         ("info", "Intervals overlap. Next: do so.", ["a: e"]),
     ]

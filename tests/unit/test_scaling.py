@@ -139,7 +139,7 @@ def test_a_cell_far_above_the_memory_is_refused(share: float, on_gpu: bool, refu
 def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
     results.write(tmp_path / benchmark.PLAN, benchmark.plan_of(grid()))
     plan = benchmark.plan_of(grid(**changes))
-    output = Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.FIXED, benchmark.GROWS)
+    output = Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.MUST_MATCH, benchmark.MAY_INCREASE)
     assert [refused in issue.message for issue in output.issues()] == ([True] if refused else [])
 
 
@@ -153,7 +153,7 @@ def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch
 def test_settings_that_no_cell_heeds_are_named() -> None:
     ignored, batch = ["parallel.engine", "log.step_times", "checkpoint.keep"], "batch.global_size"
     for changes, expected in (({}, ignored), ({"modes": ("weak",)}, [*ignored, batch])):
-        lines = grid(**changes).displaced([f"{name}=1" for name in (*ignored, "optim.lr", batch)])
+        lines = grid(**changes).overridden([f"{name}=1" for name in (*ignored, "optim.lr", batch)])
         assert [line.partition(" ")[0] for line in lines] == expected
 
 

@@ -394,7 +394,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", SimpleNamespace(Engine=broken))
     (line,) = issues_of(engine_of, "deepspeed")
-    assert "needs hjson, from `pip install 'deepspeed>=" in line
+    assert "needs package hjson, which is not installed; `pip install 'deepspeed>=" in line
 
 
 @pytest.mark.parametrize(("version", "is_old"), [((0, 19, 7), True), ((0, 9, 9), True), ((0, 19, 8), False)])

@@ -341,4 +341,4 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
     ],
 )
 def test_a_cached_choice_holds_while_it_fits_and_no_more_would(changes, limit_gib, holds) -> None:
-    assert batch.still_holds(found(**changes), limit_gib) == holds
+    assert batch.is_still_valid(found(**changes), limit_gib) == holds
