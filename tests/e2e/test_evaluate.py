@@ -72,7 +72,7 @@ def test_eval_mlm_refuses_bad_input(run_dir: Path, tmp_path: Path) -> None:
     text = str(tmp_path / "a.txt")
     bare = shutil.copytree(RUN, tmp_path / "bare")
     for arguments, message in (
-        ([str(tmp_path), text], f"{tmp_path}: no valid checkpoint"),
+        ([str(tmp_path), text], f"{tmp_path}: contains no valid checkpoint"),
         ([str(bare), text], f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "error: TEXT: "),
         ([str(run_dir), text, "--documents", "page"], "error: --documents: "),
