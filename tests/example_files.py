@@ -1,4 +1,4 @@
-"""Small prepared directories of labelled examples, written directly."""
+"""Write small directories of prepared, labelled examples."""
 
 import hashlib
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def write_examples(
     metrics: Sequence[str] | None = None,
     num_labels: int = 3,
 ) -> Path:
-    """Examples whose label follows from their first token; `test` ones have none. `num_labels`: of
-    single_label."""
+    """Write examples whose label depends on their first token; `test` examples have no label.
+    `num_labels` is used for kind single_label only."""
     rng = np.random.default_rng(seed)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text("{}")

@@ -1,11 +1,11 @@
-"""`python -m tests.export_all`: every shipped configuration at full size in every format that holds it, and
-the public encoders that a run may begin with as `hf`.
+"""`python -m tests.export_all`: export every shipped configuration at full size in every supported format,
+and public encoders in the format `hf`.
 
-A run of each has random weights, every parameter off its first value; it is exported and compared by `bert-dp
-export check`, which loads the directory without our code. A public shape is then loaded again as
-run.init_from: every weight is the same. What transformers 4.57 has a class for is compared there too, by the
-interpreter that --transformers4 names. Results go to OUT/results.jsonl, a line each; what has passed there
-with this code is not done again. Then OUT/record.json.
+Each model has random weights, and no parameter keeps its initial value. `bert-dp export check` compares the
+export with the run without using bert-dp's code. The export of a public encoder is also loaded through
+run.init_from, and every weight must be equal. The interpreter that --transformers4 names repeats the check
+for models of which transformers 4.57 has a class. Each result is a line of OUT/results.jsonl; a cell that
+passed with this code is not run again. OUT/record.json is written at the end.
 """
 
 import json
@@ -32,10 +32,10 @@ from tests.helpers import PRETRAINING, write_files
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
 
-OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # that transformers 4.57 has
+OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # classes that transformers 4.57 has
 FORMATS = ("hf", "onnx", "aoti")
 BERT = {"model_type": "bert", "vocab_size": 30_522, "max_position_embeddings": 512, "pad_token_id": 0}
-# padded with 0, as the tokenizer of these runs has it, and so one row less than the public ones have
+# with padding id 0, as in the tokenizer of these runs: 513 positions instead of the public 514
 ROBERTA = {"model_type": "roberta", "vocab_size": 50_265, "max_position_embeddings": 513, "pad_token_id": 0}
 ROBERTA |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 MODERNBERT = {"model_type": "modernbert", "vocab_size": 50_368, "local_attention": 128}
@@ -51,25 +51,25 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 
 
 class Cell(NamedTuple):
-    """A model in a format, loaded by one environment."""
+    """An export of a model in one format, loaded by one interpreter."""
 
     configs: tuple[str, ...]
-    """Names of the configurations that train this very model."""
+    """Names of the configurations that train this model."""
     form: str
     python: str
-    """The interpreter that loads it; empty = this one."""
+    """Path of the interpreter that loads the export; empty for the current interpreter."""
 
     def __str__(self) -> str:
         return f"{self.configs[0]} {self.form}{' transformers4' if self.python else ''}"
 
 
 def config_of(name: str) -> Config:
-    """A shipped configuration, which does not ask for an earlier run."""
+    """Return a shipped configuration without its run.init_from."""
     return resolve([read_yaml(shipped_configs() / f"{name}.yaml"), {"run": {"init_from": None}}])
 
 
 def public_config(name: str) -> Config:
-    """The configuration of a run that begins with a public encoder, which is not here."""
+    """Return the configuration of a run that starts from a public encoder; its weights are not needed."""
     settings, *sizes = PUBLIC[name]
     with tempfile.TemporaryDirectory() as folder:
         written = {**settings, **dict(zip(SIZES, sizes, strict=True))}
@@ -79,7 +79,7 @@ def public_config(name: str) -> Config:
 
 
 def models() -> dict[tuple[str, ...], Config]:
-    """Names of configurations -> one of them; those with the same model and length are one."""
+    """Map each group of names with the same model and sequence length to one configuration."""
     names_of: dict[str, list[str]] = {}
     for path in PRETRAINING:
         config = config_of(path.stem)
@@ -90,7 +90,7 @@ def models() -> dict[tuple[str, ...], Config]:
 
 
 def cells(old_python: str | None) -> Iterator[Cell]:
-    """Of each model those of the formats that hold it."""
+    """Yield a cell for each model and each format that supports the model."""
     for names, config in models().items():
         name = native_class(config.model)
         for form in FORMATS:
@@ -101,7 +101,7 @@ def cells(old_python: str | None) -> Iterator[Cell]:
 
 
 def measure(cell: Cell, run: Path, out: Path) -> dict[str, Any]:
-    """What `export check` finds, and how large the model file is; else why there is nothing."""
+    """Export a cell. Return the results of `export check` and the size of the model file, or the problem."""
     start = time.monotonic()
     command = [sys.executable, "-m", "launcher", "export", cell.form, str(run), "--out", str(out)]
     if not out.exists():
@@ -124,8 +124,8 @@ def measure(cell: Cell, run: Path, out: Path) -> dict[str, Any]:
 
 
 def run_all(wanted: Sequence[Cell], work: Path, results: Results) -> None:
-    """Each cell that has not passed yet; a model's cells share its run, and formats their directory. `work`:
-    a folder of theirs."""
+    """Run each cell that has not passed yet in the folder `work`. The cells of a model share its run, and the
+    cells of a format share its export."""
     waiting = [cell for cell in wanted if not results.has_passed(str(cell))]
     for names, config in models().items():
         group = [cell for cell in waiting if cell.configs == names]
@@ -142,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     more = {"metavar": "PYTHON", "help": "interpreter with transformers 4.57"}
     parser.add_argument("--transformers4", type=os.path.abspath, **more)
-    parser.add_argument("--only", metavar="CONFIG", action="append", help="this model; repeatable")
-    parser.add_argument("--format", choices=FORMATS, action="append", help="this format; repeatable")
+    parser.add_argument("--only", metavar="CONFIG", action="append", help="use only this model; repeatable")
+    parser.add_argument("--format", choices=FORMATS, action="append", help="use only this format; repeatable")
     parser.add_argument("--out", type=Path, default=ROOT / ".export", help="default: .export")
     options = parser.parse_args(argv)
     wanted = [

@@ -1,4 +1,4 @@
-"""GLUE as small files, prepared tasks as values, and trials as a rank writes them: no number was measured."""
+"""Make small GLUE files, prepared tasks, and trials as a rank writes them. All numbers are invented."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ SHA = hashlib.sha256(b"").hexdigest()
 
 
 def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share: float = 0.0) -> PreparedTask:
-    """A task with dev sets of `examples` each; train has ten times as many."""
+    """Make a task with `examples` examples in each dev set and ten times as many in train."""
     dev = ["dev_matched", "dev_mismatched"] if name == "MNLI" else ["dev"]
     counts = {"train": 10 * examples, **dict.fromkeys(dev, examples)}
     splits = {
@@ -69,7 +69,7 @@ def make_task(name: str, *, official: bool = True, examples: int = 4, dev_share:
 def make_grid(
     options: GlueOptions, tasks: Iterable[PreparedTask] = (), overrides: Sequence[str] = ()
 ) -> GlueGrid:
-    """Of a run that is at /run; no file of it is looked at. `overrides`: settings that were given."""
+    """Make the grid of a run at /run, whose files are not read. `overrides` are the user's settings."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     weights = None if options.init == "random" else start.checkpoint
@@ -82,7 +82,7 @@ def make_grid(
 def write_trial(
     trial: Trial, scores: Mapping[str, float | None], one_class: Sequence[str] = (), **summary: Any
 ) -> None:
-    """What a finished run leaves in the directory of a trial."""
+    """Write the files that a finished run leaves in the directory of a trial."""
     directory = trial.directory
     directory.mkdir(parents=True, exist_ok=True)
     files.write_text(directory / "config.yaml", dump_config(trial.config))
@@ -93,13 +93,13 @@ def write_trial(
 
 
 def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
-    """Every metric of every dev set."""
+    """Return `value` for every metric of every dev set."""
     splits = glue_scores.dev_splits(task.manifest)
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
 class WritingRunner(Runner):
-    """Ends every trial at once with the records that `write` leaves; `limit` trials, then a Ctrl-C."""
+    """Runner that ends each trial at once with the records of `write`, and stops after `limit` trials."""
 
     def __init__(self, out: Path, limit: float = math.inf):
         self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
@@ -108,7 +108,7 @@ class WritingRunner(Runner):
         raise NotImplementedError
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
-        for trial in reversed([*trials]):  # they may end in any order
+        for trial in reversed([*trials]):  # trials may end in any order
             if earlier_outcome(trial) is None:
                 if len(self.ran) >= self.limit:
                     raise Stopped(2)
@@ -120,7 +120,7 @@ class WritingRunner(Runner):
 
 
 class MadeRunner(WritingRunner):
-    """Each trial ends with what `surface` says of it: a score, or how it failed."""
+    """Runner whose trials end with the score or the failure message that `surface` returns."""
 
     def __init__(
         self, out: Path, tasks: Iterable[PreparedTask], surface: Callable[[str, Config], float | str]
@@ -138,7 +138,7 @@ class MadeRunner(WritingRunner):
 
 
 def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
-    """A task whose trials scored these values in every metric; None: failed."""
+    """Return a task whose trials have these values in every metric; None is a failed trial."""
     source, trials = make_task(name, **task), []
     for seed, value in enumerate(values):
         end: dict[str, Any] = {"status": "failed", "cause": "NaN"}
@@ -149,7 +149,6 @@ def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
 
 
 def evaluation(tasks: Sequence[GlueTask]) -> Glue:
-    """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], seeds=2))
     return result_file(grid, tasks, SearchOutcome("complete"), {})
 
@@ -161,7 +160,7 @@ def write_glue(folder: Path, *tasks: GlueTask) -> Path:
 
 
 def write_two_tasks(folder: Path, train: int = 24, dev: int = 8, test: int = 3) -> Path:
-    """RTE with a test file and WNLI without, of few words."""
+    """Write small files of RTE, which has a test set, and WNLI, which has none."""
     words = "the cat dog sat ran on under a mat bed".split()
     columns = ["index", "sentence1", "sentence2", "label"]
     for task, split, count in (

@@ -1,4 +1,4 @@
-"""What many tests need and no room of the product has. Nothing here imports torch."""
+"""Helpers that many tests share. This module does not import torch."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -11,9 +11,9 @@ from bert_dp.config import Config, ConfigError, Issue, parse_overrides, resolve
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 OF_ANY_MODEL = ("finetune", "glue", "distill")
-"""Names of the configurations that have no model of their own."""
+"""Names of the configurations without a model."""
 RECIPES = [CONFIGS / f"{name}.yaml" for name in ("one-gpu", "eight-gpus", "two-nodes", "continued")]
-"""Those that train the model of another configuration, or of the user."""
+"""Configurations that train the model of another configuration or of the user."""
 PRETRAINING = [
     path for path in sorted({*CONFIGS.glob("*.yaml")} - {*RECIPES}) if path.stem not in OF_ANY_MODEL
 ]
@@ -22,29 +22,29 @@ TINY_MODEL = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads":
 
 
 def make_config(*settings: str, **sections: Any) -> Config:
-    """The least that is a configuration, with `sections` as in a file and `settings` as after `--set`."""
+    """Return a minimal configuration with `sections` as in a file and `settings` as after `--set`."""
     return resolve([BASE, sections, parse_overrides(settings)])
 
 
 def failed(message: str, kind: str = "error", **facts: Any) -> dict[str, Any]:
-    """summary.json of a run that failed."""
+    """Return summary.json of a run that failed."""
     return {"status": "failed", "failure": {"message": message, "kind": kind, **facts}}
 
 
 def raised_issues(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Issue, ...]:
-    """The problems of the ConfigError that this call raises."""
+    """Return the issues of the ConfigError that this call must raise."""
     with pytest.raises(ConfigError) as caught:
         function(*arguments, **options)
     return caught.value.issues
 
 
 def issues_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, ...]:
-    """The lines of the ConfigError that this call raises."""
+    """Return the lines of the ConfigError that this call must raise."""
     return tuple(map(str, raised_issues(function, *arguments, **options)))
 
 
 def write_files(root: Path, files: Mapping[str, str]) -> Path:
-    """A directory with these texts, by their paths in it."""
+    """Write texts to paths relative to `root`, and return `root`."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -56,19 +56,19 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
+    """Return the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def tiny_run(shards: Path, **sections: Any) -> Config:
-    """A configuration of a tiny model on what `write_shards` has made."""
+    """Return a configuration of a tiny model on shards of `write_shards`."""
     data = {"path": str(shards), "sequence_length": 16, **sections.pop("data", {})}
     base = {"model": TINY_MODEL, "batch": {"global_size": 4, "micro_size": 4}, "compile": "off"}
     return make_config(**{**base, "data": data, **sections})
 
 
 def logged(run_dir: Path, key: str) -> list[Any]:
-    """This value of every line in metrics.jsonl."""
+    """Return the value of `key` in every line of metrics.jsonl."""
     return [line[key] for line in read_lines(run_dir / "metrics.jsonl")]
 
 

@@ -1,10 +1,10 @@
-"""`python -m tests.mutants [MODULE...]`: how many small changes of the pure modules the unit tests notice.
+"""`python -m tests.mutants [MODULE...]`: count the small changes of pure modules that the unit tests detect.
 
-mutmut changes one expression after the other in a temporary copy of the tree and runs, in a forked process,
-the tests that reached the function. It leaves alone what stands outside of functions and below a decorator.
-Prints each survivor as a diff, then a line per module; `--json FILE` keeps the counts. A survivor that
-changes nothing anyone could see is listed, with the reason, in equivalent_mutants.yaml and not counted.
-Exit code 1 when a module lies below GOAL, or an entry of the list fits no survivor.
+mutmut changes one expression at a time in a temporary copy of the tree and runs, in a forked process, the
+tests that reach the function. It skips code outside of functions and decorated functions. Each survivor is
+printed as a diff, then a line per module; `--json FILE` keeps the counts. Survivors without an observable
+effect are listed, with the reason, in equivalent_mutants.yaml and are not counted. The exit code is 1 if a
+module scores below GOAL or if an entry of the list matches no survivor.
 """
 
 import argparse
@@ -38,13 +38,13 @@ MODULES = {
     "bert_dp/data/stream.py": ["test_data.py", "test_mlm.py"],
     "bert_dp/training/noise.py": ["test_noise_estimate.py"],
 }
-"""Each with the files of tests/unit that are to notice."""
+"""Module -> files of tests/unit that must detect its mutants."""
 
 KILLED = ("killed", "timeout", "segfault")
 
 
 def copy_tree(target: Path) -> None:
-    """The files that git tracks or would track, as they are now."""
+    """Copy the current state of all files that git tracks or would track."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -59,7 +59,7 @@ def copy_tree(target: Path) -> None:
 
 
 def mutmut(copy: Path, *arguments: str) -> str:
-    """What mutmut prints. Raises RuntimeError with its end when it fails."""
+    """Run mutmut and return its output. Raise RuntimeError with the end of the output if it fails."""
     done = subprocess.run(
         [sys.executable, "-c", "from mutmut.__main__ import cli; cli()", *arguments],
         cwd=copy,
@@ -74,7 +74,7 @@ def mutmut(copy: Path, *arguments: str) -> str:
 
 
 def statuses(module: str, children: int) -> tuple[dict[str, str], dict[str, str]]:
-    """(mutant -> status, survivor -> its lines that changed)."""
+    """Return (mutant -> status, survivor -> its changed lines)."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         copy = Path(directory)
         copy_tree(copy)
@@ -97,7 +97,7 @@ def statuses(module: str, children: int) -> tuple[dict[str, str], dict[str, str]
 
 
 def changed_lines(diff: str) -> str:
-    """The lines that begin with - or + in a unified diff, but for its head."""
+    """Return the lines that begin with - or + in a unified diff, without its header."""
     return "\n".join(
         f"{line[0]} {line[1:].strip()}"
         for line in diff.splitlines()
@@ -106,7 +106,7 @@ def changed_lines(diff: str) -> str:
 
 
 def only_strict(change: str) -> bool:
-    """Whether only zip's `strict` changed: a check of the programmer, whose lengths never differ."""
+    """Return True if only zip's `strict` changed, which has no effect because the lengths never differ."""
     lines = [re.sub(r"strict=\w+|, (?=\))", "", line[1:]) for line in change.splitlines()]
     return "strict=" in change and len({line.replace(", )", ")") for line in lines}) == 1
 
@@ -114,7 +114,7 @@ def only_strict(change: str) -> bool:
 def judge(
     module: str, found: dict[str, str], left: dict[str, str], equivalent: Sequence[Any]
 ) -> dict[str, Any]:
-    """Counts of one module, its survivors that are not listed, and entries of the list that fit none."""
+    """Return a module's counts, its survivors that are not listed, and the entries that match no survivor."""
     listed = [entry["change"].strip() for entry in equivalent if entry["module"] == module]
     same = [name for name, change in left.items() if change in listed or only_strict(change)]
     survivors = {name: change for name, change in left.items() if name not in same}
@@ -134,7 +134,9 @@ def judge(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("modules", nargs="*", help=f"default: {', '.join(MODULES)}")
-    parser.add_argument("--json", type=Path, help="file for counts and survivors; modules not run are kept")
+    parser.add_argument(
+        "--json", type=Path, help="file of counts and survivors; keeps those of other modules"
+    )
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     unknown = [module for module in arguments.modules if module not in MODULES]
@@ -147,9 +149,9 @@ def main() -> int:
         for name, change in result["survivors"].items():
             print(f"{name}\n{change}\n")
         for change in result["stale"]:
-            print(f"{EQUIVALENT.name}: fits no survivor of {module}:\n{change}\n")
+            print(f"{EQUIVALENT.name}: entry matches no survivor of {module}:\n{change}\n")
         print(
-            f"{module}: {result['killed']} of {result['mutants'] - result['equivalent']} noticed"
+            f"{module}: {result['killed']} of {result['mutants'] - result['equivalent']} detected"
             f" ({result['score'] or 0:.1%}), {result['equivalent']} equivalent",
             flush=True,
         )

@@ -1,7 +1,7 @@
-"""Several ranks on one GPU, for tests of the CUDA path of engines on a machine with one GPU.
+"""Run several ranks on one GPU, to test the CUDA path of engines on a machine with one GPU.
 
-NCCL refuses ranks that share a GPU; gloo also carries CUDA tensors. The product allows neither, so a rank's
-process is patched. Nothing is shown of NCCL or of speed.
+NCCL refuses ranks that share a GPU, but gloo also transfers CUDA tensors. bert-dp allows neither, so each
+rank's process is patched. These runs test neither NCCL nor speed.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from bert_dp.training import distributed
 
 
 def share_device() -> None:
-    """Patch a rank's process: gloo on GPUs too, and several ranks on one GPU."""
+    """Patch a rank's process to use gloo on GPUs and to allow several ranks on one GPU."""
     plain = torch.distributed.init_process_group
 
     def init(backend: str, *, device_id: Any = None, **options: Any) -> None:
-        # a group that is bound to a device accepts NCCL alone
+        # `device_id` is dropped, because a group that is bound to a device accepts NCCL only
         plain("gloo", **options)
 
     torch.distributed.init_process_group = init
@@ -28,8 +28,8 @@ def share_device() -> None:
 
 
 def gather_now(tensor: Tensor, gather_dim: int, group: Any) -> Tensor:
-    """Gather along `gather_dim` and wait. torch's own asynchronous form, by which DTensor unshards, ends in a
-    segmentation fault with CUDA tensors over gloo (torch 2.11)."""
+    """Gather along `gather_dim` and wait. The asynchronous function of torch, with which DTensor unshards,
+    crashes with a segmentation fault for CUDA tensors over gloo (torch 2.11)."""
     mesh, mesh_dim = group
     members = mesh.get_group(mesh_dim)
     parts = [torch.empty_like(tensor) for _ in range(members.size())]

@@ -1,4 +1,4 @@
-"""Files that a scaling prediction starts from, as `bert-dp scale` writes them, and their predictions."""
+"""Make the files of `bert-dp scale` that a scaling prediction reads, and predictions from them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from launcher.scale.models import Prediction, Scaling
 
 
 def profile(**changes: Any) -> dict[str, Any]:
-    """profile.json of a micro batch of 1 s with three fp32 gradients of 3 M numbers."""
+    """Return profile.json of a micro batch of 1 s with three fp32 gradients of 3 M numbers in total."""
     ready = ((4_000_000, 0.2), (2_000_000, 0.4), (6_000_000, 0.6))
     gradients = [{"bytes": size, "ready_s": seconds} for size, seconds in ready]
     sizes = {"parameters": 3_000_000, "num_layers": 2, "hidden_size": 96, "num_heads": 6}
@@ -18,7 +18,7 @@ def profile(**changes: Any) -> dict[str, Any]:
 
 
 def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
-    """A weak cell of accumulation 4 and micro batch 8, whose baseline takes 4.2 s a step."""
+    """Return a weak-scaling cell of accumulation 4 and micro batch 8, whose baseline takes 4.2 s per step."""
     rate = ranks * 4 * 8 * 128 / step
     batch = {"micro_batch": 8, "accumulation": 4, "global_batch": 32 * ranks}
     times = {"median": step, "p95": step, "mean": step, "ci95": [step * 0.98, step * 1.02]}
@@ -28,7 +28,7 @@ def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
 
 
 def measured(**changes: Any) -> dict[str, Any]:
-    """scaling.json of one and two ranks, whose all-reduce sends 1 GB/s."""
+    """Return scaling.json of one and two ranks, whose all-reduce transfers 1 GB/s."""
     points = [{"bytes": size, "seconds": size / 1e9} for size in (10**6, 10**7, 10**8)]
     cells = [
         cell("weak-single-n1", 1, 4.2),
@@ -43,10 +43,10 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 
 def source(name: str = "it", **changes: Any) -> PlanSource:
-    """Return the source that scaling.json of `measured` is."""
+    """Return the scaling.json of `measured` as the source of a prediction."""
     return source_of(results.parse(measured(**changes), Scaling, name), name)
 
 
 def plan(source: PlanSource, *gpus: int, **options: Any) -> Prediction:
-    """Predict for so many GPUs."""
+    """Predict the scaling to these numbers of GPUs."""
     return predict_scaling(source, PlanSpec(gpus=gpus, **options))

@@ -1,7 +1,7 @@
-"""Run a function on N gloo ranks that meet in a file: no port exists to collide.
+"""Run a function on N gloo ranks, whose rendezvous is a file, so that ports cannot collide.
 
-Ranks are forks of one server that has imported what they need, and nothing else: a start takes a tenth of a
-second in place of several.
+Ranks are forks of one server that has only imported PRELOADED, so a start takes a tenth of a second instead
+of several seconds.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ PRELOADED = [
 
 
 def _enter(rank: int, size: int, folder: str, environ: dict[str, str], function: Any, arguments: Any) -> None:
-    os.environ.clear()  # the server's
+    os.environ.clear()  # removes the server's variables
     os.environ.update(
         environ,
         RANK=str(rank),
@@ -42,7 +42,7 @@ def _enter(rank: int, size: int, folder: str, environ: dict[str, str], function:
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call `function(*arguments)` in `size` ranks; raises what a rank raises."""
+    """Call `function(*arguments)` in `size` ranks, and raise the exception of a rank that fails."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         given = (size, folder, dict(os.environ), function, arguments)
@@ -50,9 +50,9 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 class OneOf(HostCollectives):
-    """One rank of `size` without the others.
+    """Collectives of one rank of `size`, without the other ranks.
 
-    `gather` makes the values of all ranks of its own. Rank 0 broadcasts `said` or what this rank does.
+    `gather` maps this rank's values to those of all ranks. `broadcast` returns `said` unless it is None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Run directories as a rank writes them, and what a test reads of a page or a console."""
+"""Write run directories as a rank does, and read pages and console output in tests."""
 
 import base64
 import dataclasses
@@ -25,7 +25,7 @@ VOID = {"meta", "input", "br"}
 
 
 def evaluation(step: int, tokens: int, loss: float) -> dict[str, Any]:
-    """A line of evals.jsonl."""
+    """Return a line of evals.jsonl."""
     return {"step": step, "tokens": tokens, **HELDOUT, "loss": loss, "elapsed_s": step / 2}
 
 
@@ -73,7 +73,7 @@ SUMMARY: dict[str, Any] = {
 
 
 def metrics(step: int, **changes: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl; its rates and sizes are those of the summary."""
+    """Return a line of metrics.jsonl with the rates and sizes of the summary."""
     shared = """world_size global_batch micro_batch accumulation steps_per_s global_steps_per_s samples_per_s
         tokens_per_s tokens_per_s_per_gpu mfu peak_memory_gib"""
     return {
@@ -113,9 +113,9 @@ def make_run(path: Path, num_lines: int = 10, summary: dict[str, Any] | None = N
 
 
 class Page(html.parser.HTMLParser):
-    """What stands in a page: `open` tags that are not closed, `loads` what could fetch something, `scripts`
-    those that run, `data` the drawings, `text` what a reader sees, `labels` of the figures, `exact` the
-    numbers with all their digits."""
+    """Parsed page: `open` are tags that are not closed, `loads` attributes that could fetch something,
+    `scripts` executed scripts, `data` the figures of plotly, `text` the visible text, `labels` the labels of
+    figures, `exact` the numbers with all their digits."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -157,7 +157,7 @@ class Page(html.parser.HTMLParser):
 
 
 def read_page(report: Report) -> Page:
-    """The page of a report, whole and harmless."""
+    """Parse the page of a report, and check that its HTML is complete and that it fetches nothing."""
     text = page_of(report)
     text.encode("utf-8")
     page = Page(text)
@@ -186,7 +186,7 @@ def figure_of(report: Report, title: str) -> Figure:
 
 
 def shown(report: Report, width: int = 80) -> list[str]:
-    """The lines of the console."""
+    """Return the lines that a report prints on the console."""
     console = Console(width=width, record=True, file=io.StringIO())
     show_report(console, dataclasses.replace(report, next=""), titled=True)
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -197,8 +197,7 @@ def unfolded(lines: list[str]) -> str:
 
 
 def with_strings(value: Any, change: Callable[[str], str], but: tuple[type, ...] = ()) -> Any:
-    """A report with every text in it changed, `but` those of these classes; what is a choice of few words
-    stays."""
+    """Return a report with all texts changed, except in classes of `but` and in fields with fixed choices."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Runs that were never trained and yet have every parameter off its first value, and their peers."""
+"""Write untrained runs in which no parameter has its initial value, and make their transformers models."""
 
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,19 @@ LABELS: dict[str, Any] = {"kind": "single_label", "labels": ["sea", "land", "sky
 
 
 def config_of(name: str, **sections: Any) -> Config:
-    """A shipped configuration at its own widths, with two layers and a small vocabulary."""
+    """Return a shipped configuration with its own widths, two layers and a small vocabulary."""
     small = {"model": {"num_layers": 2, "vocab_size": VOCABULARY}}
     return resolve([read_yaml(CONFIGS / f"{name}.yaml"), {"run": {"init_from": None}}, small, sections])
 
 
 def tiny_config() -> Config:
-    """The model of tests.e2e.cli.TINY, for the tokenizer of `write_run`."""
+    """Return a configuration with the model of tests.e2e.cli.TINY and the vocabulary of `write_run`."""
     sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
     return config_of("quickstart", model=sizes, data={"sequence_length": 16})
 
 
 def finetuned(config: Config, head: str, **finetune: Any) -> Config:
-    """The configuration of a classifier from a run of `config`."""
+    """Return the configuration of a classifier that starts from a run of `config`."""
     more = {
         "data": {"path": "examples", "sources": None},
         "objective": {"name": "finetune"},
@@ -50,7 +50,7 @@ def finetuned(config: Config, head: str, **finetune: Any) -> Config:
 
 
 def perturbed(config: Config, seed: int = 0) -> CrammedBert | Classifier:
-    """A model whose outputs change with each of its parameters."""
+    """Return a model whose outputs depend on each of its parameters."""
     model = make_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -62,14 +62,14 @@ def perturbed(config: Config, seed: int = 0) -> CrammedBert | Classifier:
 
 
 def padded_batch(length: int, vocabulary: int, pad: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask and token types, 0 or 1, of three sequences, two of them padded."""
+    """Return ids, mask and token types (0 or 1) of three sequences, two of which are padded."""
     ids_BS = torch.randint(7, vocabulary, (3, length), generator=torch.Generator().manual_seed(1))
     mask_BS = (torch.arange(length) < torch.tensor([[length], [2 * length // 3], [1]])).long()
     return ids_BS * mask_BS + pad * (1 - mask_BS), mask_BS, ids_BS % 2
 
 
 def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
-    """A run directory with a checkpoint of the perturbed model, which has other weights at step 0."""
+    """Write a run with a checkpoint of the perturbed model, whose weights at step 0 are different."""
     (path / "checkpoints").mkdir(parents=True, exist_ok=True)
     texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 40)]
     words = tokenizer.train(texts, model="wordpiece", vocab_size=200, with_normalizer=True)
@@ -83,7 +83,7 @@ def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
 
 
 def peer_of(model: CrammedBert | Classifier, config: Config, kind: Kind, **more: Any) -> nn.Module:
-    """The class of transformers that `model` is exported to, with its weights, in memory."""
+    """Make the transformers model to which `model` is exported, with its weights, in memory."""
     import transformers
 
     settings = {**settings_of(config, SPECIAL, kind), **more}
@@ -92,8 +92,8 @@ def peer_of(model: CrammedBert | Classifier, config: Config, kind: Kind, **more:
     peer: nn.Module = getattr(transformers, name)(transformers.AutoConfig.for_model(**settings))
     missing, unexpected = peer.load_state_dict(tensors_of(model, config, SPECIAL, kind), strict=False)
     assert not unexpected
-    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, missing  # a tied one
+    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, missing  # tied decoder
     for module in peer.modules():
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # ours trains the row of padding as any other
+            module.padding_idx = None  # bert-dp trains the embedding of padding like any other
     return peer.eval()

@@ -1,4 +1,4 @@
-"""A plausible scaling.json: the records of `bert-dp scale` without running it."""
+"""Make a plausible scaling.json without running `bert-dp scale`."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ SETTINGS = {
     **{"precision": "fp32", "device": "CPU", "global_batch": None},
     "model": "crammed BERT, 16 layers x 768, vocabulary 32,768",
 }
-COST = {"single": 0.0, "ddp": 0.025, "zero1": 0.035}  # share of a step that waits for gradients
+COST = {"single": 0.0, "ddp": 0.025, "zero1": 0.035}  # fraction of a step spent waiting for gradients
 
 
 def scaling(
@@ -40,7 +40,7 @@ def scaling(
     prediction: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """scaling.json as a dictionary. `failed`: cell id -> (status, cause); `changes` replace whole entries."""
+    """Return scaling.json. `failed` maps a cell id to (status, cause); `changes` replace whole entries."""
     cells = []
     for mode in modes:
         runs = [_run(mode, engine, n) for engine in engines for n in sizes]
@@ -67,7 +67,7 @@ def scaling(
 
 
 def nulls() -> dict[str, Any]:
-    """A grid that has just begun: every measured number is null."""
+    """Return scaling.json of a grid that has just started: every measured number is null."""
     nothing: dict[str, Any] = {"settings": {}, "peak": {"datasheet_flops": None, "matmul_flops": None}}
     data = scaling(status="partial", links=[], verdicts=[], profile=None, environment={}, **nothing)
     data["cells"] = [_without_figures(cell, "pending", None) for cell in data["cells"]]
@@ -117,7 +117,7 @@ def _run(mode: str, engine: str, n: int) -> dict[str, Any]:
 
 
 def _ceiling(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """The same cell with every collective off."""
+    """Return the ceiling of a cell, which runs without collectives."""
     n, split_s = cell["world_size"], cell["split_s"]
     named = {"id": f"{cell['mode']}-ceiling-n{n}", "kind": "ceiling", "engine": "independent"}
     kept = {key: cell[key] for key in (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")}
@@ -133,7 +133,7 @@ def _without_figures(cell: Mapping[str, Any], status: str, cause: str | None) ->
 
 
 def _times(name: str, step_s: float, batch: int, n: int) -> dict[str, Any]:
-    """The repeats of a cell whose step takes so many seconds, its rates and the step's times."""
+    """Return the repeats, rates and step times of a cell whose step takes `step_s` seconds."""
     rates = {"steps_per_s": 1 / step_s, "tokens_per_s": batch * SEQUENCE / step_s}
     time = {"median": step_s, "p95": step_s * 1.06}
     repeats = [

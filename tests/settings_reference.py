@@ -1,4 +1,4 @@
-"""docs/settings.md from the schema: `python -m tests.settings_reference > docs/settings.md`."""
+"""Generate docs/settings.md from the schema: `python -m tests.settings_reference > docs/settings.md`."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def settings_reference() -> str:
 
 
 def describe_values(path: str, field: FieldInfo) -> str:
-    """Describe the values of a field: a type with its bounds, or the names."""
+    """Describe the values of a field: its type with bounds, or the allowed names."""
     if path in KEYS:
         return ", ".join(f"`{name}`" for name in KEYS[path])
     kinds = [(type(part).__name__, part) for part in field.metadata]
@@ -42,7 +42,6 @@ def describe_values(path: str, field: FieldInfo) -> str:
 
 
 def type_name(annotation: object) -> str:
-    """Describe a type in words."""
     parts = get_args(annotation)
     if annotation in TYPES:
         return TYPES[annotation]

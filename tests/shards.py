@@ -1,4 +1,4 @@
-"""Small shards written directly: a text-like Markov stream, so that there is something to learn."""
+"""Write small shards of a text-like Markov chain, from which a model can learn."""
 
 import contextlib
 import hashlib
@@ -25,8 +25,8 @@ def write_shards(
     seed: int = 0,
     files: tuple[int, ...] = (),
 ) -> Path:
-    """A directory as `data build` leaves it, without text or a usable tokenizer. `files`: the training
-    sequences in each file, by default all in one."""
+    """Write a directory like `data build`, but without text and a usable tokenizer. `files` are the numbers
+    of training sequences in each file; by default there is one file."""
     rng = np.random.default_rng(seed)
     directory.mkdir(parents=True, exist_ok=True)
     sizes = files or (train,)
@@ -66,13 +66,13 @@ def write_shards(
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    """With its right hash, whatever it holds."""
+    """Write a manifest, valid or not, with its correct hash."""
     (directory / "manifest.json").write_text(json.dumps({**manifest, "hash": manifest_hash(manifest)}))
 
 
 @contextlib.contextmanager
 def edited_manifest(directory: Path) -> Iterator[dict[str, Any]]:
-    """The manifest to be changed by one who knows the format: its hash is made right again."""
+    """Yield the manifest for changes, and write it with the correct hash on exit."""
     manifest = json.loads((directory / "manifest.json").read_text())
     yield manifest
     write_manifest(directory, manifest)

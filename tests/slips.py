@@ -1,8 +1,8 @@
-"""`python -m tests.slips [NAME...]`: slips made by hand in the distributed modules, and who notices them.
+"""`python -m tests.slips [NAME...]`: check that tests detect seeded bugs (slips) in the distributed modules.
 
-mutmut covers the pure modules (`python -m tests.mutants`). Here each slip is one replacement of text in one
-file, put into a temporary copy of the tree; its tests then run there until the first fails. All of them must
-pass without a slip first. Prints a line per slip; exit code 1 when one survives. `--list` runs nothing.
+mutmut covers the pure modules (`python -m tests.mutants`). A slip replaces one text in one file of a
+temporary copy of the tree, in which its tests then run until one fails. All tests must first pass without a
+slip. A line is printed per slip; the exit code is 1 if a slip survives. `--list` runs nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ class Slip(NamedTuple):
     name: str
     file: str
     tests: str
-    """Paths or pytest ids that are to notice, by blanks."""
+    """Paths or pytest ids of tests that must detect the slip, separated by spaces."""
     old: str
     new: str
 
@@ -43,8 +43,8 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "            with meter.paused():\n                evaluate_and_write",
             "            if True:\n                evaluate_and_write",
         ),
-        "waiting-for-data-told-as-a-step": ('        trainer.heartbeat.enter("data")\n        ', "        "),
-        "garbage-left-at-a-line": ("    gc.collect()  #", "    pass  #"),
+        "data-wait-reported-as-a-step": ('        trainer.heartbeat.enter("data")\n        ', "        "),
+        "garbage-not-collected-at-a-log-line": ("    gc.collect()  #", "    pass  #"),
     },
     ("bert_dp/data/stream.py", "tests/unit/test_data.py"): {
         "heldout-padding-counted": ("int(real_B.sum()) * num_masked", "len(real_B) * num_masked")
@@ -54,8 +54,8 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "loss-of-every-rank-of-a-replica": ("ranks[:: self._layout.tensor, 0]", "ranks[:, 0]"),
         "mfu-times-n": ('"mfu": per_gpu * flops / peak', '"mfu": tokens_per_s * flops / peak'),
         "peak-memory-of-rank-0": ("ranks[:, 1].max().item()", "ranks[0, 1].item()"),
-        "pauses-counted-into-a-steps-time": ("+= time.perf_counter() - start", "+= 0.0"),
-        "pauses-counted-into-the-next-step": ("- start\n        self.timers.restart()", "- start"),
+        "pauses-counted-in-a-steps-time": ("+= time.perf_counter() - start", "+= 0.0"),
+        "pauses-counted-in-the-next-step": ("- start\n        self.timers.restart()", "- start"),
     },
     ("launcher/tune/batch.py", "tests/unit/test_tune_batch.py"): {
         "pilot-memory-of-rank-0": ("= repeat.memory_gib", "= repeat.memory_gib[:1]")
@@ -65,21 +65,21 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     },
     # one step
     ("bert_dp/parallel/base.py", "tests/unit/test_step.py"): {
-        "overflow-of-one-part-not-told": ("local.copy_(found_inf)", "pass"),
-        "norm-not-finite-steps-all-the-same": (
+        "overflow-of-one-part-not-reported": ("local.copy_(found_inf)", "pass"),
+        "norm-not-finite-does-not-skip-the-step": (
             "optimizer.found_inf = found_inf",
             "optimizer.found_inf = torch.zeros_like(found_inf)",
         ),
-        "clipped-below-the-limit-too": ("(norm / max_norm).clamp(min=1.0)", "(norm / max_norm)"),
+        "clipped-also-below-the-limit": ("(norm / max_norm).clamp(min=1.0)", "(norm / max_norm)"),
     },
-    ("bert_dp/training/loop.py", "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]"): {
+    ("bert_dp/training/loop.py", "tests/parity/test_matrix.py::test_parity[ddp-adamw-n2-fp64-acc1]"): {
         "mean-over-a-replicas-own-tokens": (
             "(state.samples, state.global_batch)",
             "(state.samples, state.global_batch // trainer.layout.dp)",
         )
     },
     ("bert_dp/tasks/finetune.py", "tests/unit/test_classifier.py"): {
-        "dropout-by-place-in-the-batch": ("4, epoch_B, index_B)", "4, np.arange(len(index_B)))")
+        "dropout-by-position-in-the-batch": ("4, epoch_B, index_B)", "4, np.arange(len(index_B)))")
     },
     # engines
     ("bert_dp/parallel/ddp.py", "tests/unit/test_step.py"): {
@@ -88,20 +88,20 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
             "buffer.to(dtype) / group.size()",
         )
     },
-    ("bert_dp/parallel/ddp.py", "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]"): {
+    ("bert_dp/parallel/ddp.py", "tests/parity/test_matrix.py::test_parity[ddp-adamw-n2-fp64-acc1]"): {
         "ddp-sum-divided-by-the-replicas": ("whole = loss * self.dp_size", "whole = loss")
     },
     ("bert_dp/parallel/zero1.py", "tests/unit/test_step.py"): {
         "owners-by-count": ("load[owner] += sizes[name]", "load[owner] += 1")
     },
-    ("bert_dp/parallel/zero1.py", "tests/parity/test_matrix.py::test_cell[zero1-adamw-n2-fp64-acc1]"): {
+    ("bert_dp/parallel/zero1.py", "tests/parity/test_matrix.py::test_parity[zero1-adamw-n2-fp64-acc1]"): {
         "zero1-gradients-never-zeroed": ("            bucket.gradients.zero_()\n", "")
     },
-    ("bert_dp/parallel/zero1.py", "tests/parity/test_matrix.py::test_cell[zero1-muon-n2-fp32-acc3]"): {
-        "zero1-reduces-the-first-micro-batch-alone": ("if self._last:\n", "if True:\n")
+    ("bert_dp/parallel/zero1.py", "tests/parity/test_matrix.py::test_parity[zero1-muon-n2-fp32-acc3]"): {
+        "zero1-reduces-only-the-first-micro-batch": ("if self._last:\n", "if True:\n")
     },
-    ("bert_dp/parallel/fsdp.py", "tests/parity/test_matrix.py::test_cell[fsdp-adamw-n2-fp64-acc1]"): {
-        "fsdp-averages-what-is-divided-already": (
+    ("bert_dp/parallel/fsdp.py", "tests/parity/test_matrix.py::test_parity[fsdp-adamw-n2-fp64-acc1]"): {
+        "fsdp-divides-the-gradient-twice": (
             "set_gradient_divide_factor(1.0)",
             "set_gradient_divide_factor(float(self.dp_size))",
         )
@@ -115,17 +115,17 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     # data
     ("bert_dp/data/build.py", "tests/unit/test_corpus.py"): {
         "sketches-out-of-step": ("in np.flatnonzero(exact)", "in range(int(exact.sum()))"),
-        "source-may-change-while-read": ("if before != [*map(inputs.identity, found)]:", "if False:"),
+        "source-may-change-during-reading": ("if before != [*map(inputs.identity, found)]:", "if False:"),
     },
     # labelled examples
     ("bert_dp/examples/table.py", "tests/unit/test_examples.py"): {
-        "glue-quotes-enclose": ('"quoting": csv.QUOTE_NONE', '"quoting": csv.QUOTE_MINIMAL'),
-        "labels-by-letter": ("sorted(found, key=lambda name: (int(name), name))", "sorted(found)"),
+        "glue-quotes-are-parsed": ('"quoting": csv.QUOTE_NONE', '"quoting": csv.QUOTE_MINIMAL'),
+        "labels-sorted-as-text": ("sorted(found, key=lambda name: (int(name), name))", "sorted(found)"),
     },
     ("bert_dp/examples/glue.py", "tests/unit/test_examples.py"): {
-        "glue-byte-order-mark": ('encoding="utf-8-sig"', 'encoding="utf-8"'),
-        "glue-last-place-wins": ("[name for name in names if name not in files]", "names"),
-        "links-in-a-tar": (" and member.isreg()", ""),
+        "glue-byte-order-mark-kept": ('encoding="utf-8-sig"', 'encoding="utf-8"'),
+        "glue-last-copy-wins": ("[name for name in names if name not in files]", "names"),
+        "links-in-a-tar-followed": (" and member.isreg()", ""),
     },
     ("bert_dp/examples/prepare.py", "tests/unit/test_examples.py"): {
         "shorter-text-cut-first": ("max(limit // 2, limit - len(first))", "limit // 2"),
@@ -139,19 +139,22 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "files-not-synced": ("            _fsync(path)\n", "            pass\n"),
         "directory-not-synced": ("    _fsync(folder)\n", ""),
         "renamed-before-it-is-synced": ("        _fsync(temporary)\n", ""),
-        "prune-forgets-a-good-one": ("if place >= keep and good >= min(keep, 2):", "if place >= keep:"),
+        "prune-removes-a-good-checkpoint": (
+            "if place >= keep and good >= min(keep, 2):",
+            "if place >= keep:",
+        ),
     },
     ("bert_dp/training/checkpoint.py", "tests/unit/test_saving.py"): {
         "two-writers-at-once": ("        self.wait()\n        start = time.", "        start = time."),
         "a-state-that-is-not-finite-is-saved": ("            if name is not None:", "            if False:"),
     },
-    # the controlling process
+    # the launcher
     ("launcher/run/processes.py", "tests/unit/test_ending.py"): {
-        "grace-begins-again-at-each-poll": ("deadline or time.monotonic() +", "time.monotonic() +"),
-        "a-failed-run-waits-the-grace": ("failed_s + KILL_AFTER_FAILURE_S", "failed_s + start.grace_s"),
+        "grace-restarts-at-each-poll": ("deadline or time.monotonic() +", "time.monotonic() +"),
+        "a-failed-run-waits-for-the-grace": ("failed_s + KILL_AFTER_FAILURE_S", "failed_s + start.grace_s"),
     },
     ("launcher/watch/failure.py", "tests/unit/test_failure.py"): {
-        "a-silent-death-before-an-earlier-error": ("all(silent[0].time_ns < e", "any(silent[0].time_ns < e"),
+        "a-silent-exit-before-an-earlier-error": ("all(silent[0].time_ns < e", "any(silent[0].time_ns < e"),
         "the-latest-error-is-the-cause": ("(not e.issues, e.time_ns)", "(not e.issues, -e.time_ns)"),
     },
     ("bert_dp/files/reaper.py", "tests/unit/test_ending.py"): {
@@ -161,13 +164,13 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         )
     },
     ("launcher/run/restarts.py", "tests/unit/test_restarts.py"): {
-        "restarts-without-end": ("if after[0] > before[0] else", "if after[0] >= before[0] else")
+        "restarts-without-limit": ("if after[0] > before[0] else", "if after[0] >= before[0] else")
     },
     ("launcher/watch/hangs.py", "tests/unit/test_hangs.py"): {
-        "who-is-ahead-holds-the-others-up": ("if last[rank] < newest", "if last[rank] == newest"),
-        "a-gpu-that-is-behind-is-overlooked": ("for on_gpu in (False, True):", "for on_gpu in (False,):"),
+        "rank-ahead-is-named-instead-of-behind": ("if last[rank] < newest", "if last[rank] == newest"),
+        "a-gpu-that-is-behind-is-ignored": ("for on_gpu in (False, True):", "for on_gpu in (False,):"),
     },
-    # figures of parallel runs
+    # estimates for parallel runs
     ("bert_dp/training/noise.py", "tests/unit/test_noise_estimate.py"): {
         "noise-interval-without-correction": ("(BLOCKS / (BLOCKS - 1) / steps**2)", "(1 / steps**2)")
     },
@@ -199,7 +202,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "copies-without-the-seed": ('Random(f"{seed}/{example}/{copy}")', 'Random(f"{example}/{copy}")'),
         "copies-that-repeat-an-example": ("for row in copies if row.texts not in seen", "for row in copies"),
     },
-    # encoders of transformers as the beginning of a run
+    # runs that start from encoders of transformers
     ("bert_dp/config/hf.py", "tests/unit/test_hf_encoders.py"): {
         "hf-roberta-positions-from-the-padding": ("pad + 1 if", "pad if"),
         "hf-any-tokenizer-fits": ("is not None and (not own", "is not None or (not own"),
@@ -209,21 +212,20 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "hf-missing-tensors-are-empty": ("            missing.append(name)", "            pass"),
     },
     ("bert_dp/model/bert.py", "tests/unit/test_hf_encoders.py"): {
-        "hf-window-without-its-edges": ("distance_SS <= self.reach", "distance_SS < self.reach"),
-        "hf-local-layers-turn-as-global-ones": ("config.local_rope_theta", "config.rope_theta"),
+        "hf-window-excludes-its-edges": ("distance_SS <= self.reach", "distance_SS < self.reach"),
+        "hf-local-layers-use-the-global-theta": ("config.local_rope_theta", "config.rope_theta"),
     },
     ("bert_dp/model/bert.py", "tests/parity/test_hf_encoders.py"): {
         "hf-decoder-bias-on-every-rank": ('            "head.decoder_bias": (0, 1),\n', "")
     },
 }
-"""(File, tests that are to notice) -> name of a slip -> text in the file, what stands in its place."""
+"""(file, tests that must detect its slips) -> name of a slip -> (text in the file, replacement)."""
 SLIPS = [Slip(name, *key, *texts) for key, slips in TABLE.items() for name, texts in slips.items()]
 
 
 def first_failure(tests: Sequence[str], timeout_s: float, slip: Slip | None = None) -> str | None:
-    """What pytest says of the first test that fails in a copy of the tree, with `slip` in it if given; None
-    when all pass. A run that does not end counts as a failure.
-    """
+    """Return pytest's line on the first test that fails in a copy of the tree, with `slip` if given, or None
+    if all pass. A run that does not end within `timeout_s` is a failure."""
     with tempfile.TemporaryDirectory(prefix="slip-") as directory:
         copy = Path(directory)
         copy_tree(copy)
@@ -241,7 +243,7 @@ def first_failure(tests: Sequence[str], timeout_s: float, slip: Slip | None = No
                 env={**os.environ, "PYTHONPATH": str(copy)},
             )
         except subprocess.TimeoutExpired:
-            return f"no end in {timeout_s:.0f} s"
+            return f"not ended after {timeout_s:.0f} s"
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{slip.name if slip else tests}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -251,11 +253,11 @@ def first_failure(tests: Sequence[str], timeout_s: float, slip: Slip | None = No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="default: all")
-    parser.add_argument("--list", action="store_true", help="names and files, nothing is run")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the tests of one slip")
+    parser.add_argument("--list", action="store_true", help="print names and files, and run nothing")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the tests of a slip")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {slip.name for slip in SLIPS}:
-        parser.error(f"no such slip: {', '.join(sorted(unknown))}; --list shows them")
+        parser.error(f"unknown slip: {', '.join(sorted(unknown))}; --list shows them")
     chosen = [slip for slip in SLIPS if not arguments.names or slip.name in arguments.names]
     if arguments.list:
         for slip in chosen:
@@ -263,14 +265,14 @@ def main() -> int:
         return 0
     tests = list(dict.fromkeys(test for slip in chosen for test in slip.tests.split()))
     if (failed := first_failure(tests, arguments.timeout * len(chosen))) is not None:
-        print(f"without any slip: {failed}")
+        print(f"fails without a slip: {failed}")
         return 1
     survived = 0
     for slip in chosen:
         start = time.monotonic()
         seen = first_failure(slip.tests.split(), arguments.timeout, slip)
         survived += seen is None
-        how = "SURVIVED" if seen is None else f"noticed  {seen}"
+        how = "SURVIVED" if seen is None else f"detected {seen}"
         print(f"{slip.name:45} {time.monotonic() - start:6.0f} s  {how}", flush=True)
     return 1 if survived else 0
 

@@ -1,4 +1,4 @@
-"""What state.json of a checkpoint holds beside the tensors, for tests that save one themselves."""
+"""Facts of a checkpoint's state.json, for tests that save a checkpoint."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tensors by name: to the bit, and how far they are from others."""
+"""Compare named tensors bit by bit or by their relative error."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,14 +20,14 @@ def bits(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
 
 
 def flat(state: Mapping[str, Tensors]) -> dict[str, Tensor]:
-    """The parts of a canonical state as one."""
+    """Return the parts of a canonical state as one dictionary."""
     return {f"{part}:{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
 def with_moments(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """Parameters and what the optimizer holds of each."""
+    """Return parameters and the optimizer state of each."""
     out: dict[str, Tensor] = {}
     for name, parameter in named:
         out[name] = parameter.detach()
@@ -36,7 +36,7 @@ def with_moments(
 
 
 def randomise(model: nn.Module, spread: float, seed: int) -> None:
-    """Weights large enough for every term to matter: norms and biases off their trivial 1 and 0."""
+    """Set all weights, including norms and biases, to random values, so that every term affects outputs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -45,12 +45,12 @@ def randomise(model: nn.Module, spread: float, seed: int) -> None:
 
 
 def saved_state(folder: Path) -> dict[str, Tensor]:
-    """Weights and optimizer state of a checkpoint."""
+    """Return the weights and the optimizer state of a checkpoint."""
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|a - b| / |b| in the L2 norm; |a - b| where b is 0."""
+    """Return |a - b| / |b| in the L2 norm, or |a - b| if b is 0."""
     norm = expected.detach().double().norm()
     error = (actual.detach().double() - expected.detach().double()).norm()
     return float(error / norm) if norm > 0 else float(error)
@@ -62,7 +62,7 @@ def largest_relative_error(actual: Tensors, expected: Tensors) -> float:
 
 
 def assert_near(actual: Tensors, expected: Tensors, tolerance: float, at: Any = "") -> None:
-    """Each tensor by its relative error; one that is expected to be 0 would say nothing."""
+    """Check the relative error of each tensor. An expected tensor of zeros fails, as it tests nothing."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.norm() > 0, f"{name}: the check is empty"

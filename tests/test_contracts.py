@@ -1,4 +1,4 @@
-"""What DESIGN fixes about the code itself: who imports whom, how it is laid out, what is not in the files."""
+"""Check rules of DESIGN for the code: allowed imports, docstrings, and content that files must not have."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Import(NamedTuple):
-    """`target` is absolute: for `from a import b` both a and a.b are imports."""
+    """Import of a module. `target` is absolute; `from a import b` gives two imports, a and a.b."""
 
     module: str
     target: str
@@ -74,15 +74,15 @@ def within(name: str, *packages: str) -> bool:
 
 
 def offenders(rule: Callable[[Import], bool]) -> list[str]:
-    """Imports that break a rule."""
+    """Return the imports that break a rule."""
     return sorted({f"{i.module}:{i.line} imports {i.target}" for i in imports() if rule(i)})
 
 
-# --- who may import whom
+# --- allowed imports
 
 
-def test_the_walk_sees_what_it_must() -> None:
-    """Known imports of this code: without them every rule below would hold of nothing."""
+def test_the_walk_finds_known_imports() -> None:
+    """If the walk found no imports, the tests below would pass without checking anything."""
     seen = {(i.module, i.target, i.in_function) for i in imports()}
     assert ("launcher.run.train", "bert_dp.config", False) in seen
     assert ("launcher.cli.training", "launcher.run.train", True) in seen
@@ -99,10 +99,10 @@ ONE_SHOT = {
     "launcher.evaluate.export": ("bert_dp.exporting", "bert_dp.measure"),
     "launcher.evaluate.text_loss": ("bert_dp.data", "bert_dp.evaluation", "bert_dp.measure"),
 }
-"""Verbs that work in the launcher's process -> what their functions import, torch included."""
+"""Module of verbs that work in the launcher's process -> packages that its functions may import."""
 
 
-def test_launcher_imports_only_config_record_and_cost() -> None:
+def test_the_launcher_imports_only_shared_packages_of_bert_dp() -> None:
     allowed = [f"bert_dp.{name}" for name in "config files cost __version__ training.process".split()]
 
     def is_wrong(i: Import) -> bool:
@@ -129,12 +129,12 @@ FORBIDDEN = {
     "bert_dp.training.checkpoint": f"{LOOP} data.stream model.bert",
     "bert_dp.training.loop": "training.build model.bert model.classifier data.build tasks.mlm",
 }
-"""Package -> what it does not import, of bert_dp where no package is named: lower packages do not import the
-loop, model, data and optim import nothing of ranks, engines import neither model nor data."""
+"""Package -> packages that it must not import, in bert_dp unless another package is named. Lower packages
+do not import the loop; model, data and optim import no code of ranks; engines import no model or data."""
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_a_package_does_not_import_those_above_it(package: str) -> None:
+def test_a_package_does_not_import_higher_packages(package: str) -> None:
     packages = ("bert_dp", "launcher", "typer")
     above = [word if word in packages else f"bert_dp.{word}" for word in FORBIDDEN[package].split()]
 
@@ -150,36 +150,36 @@ def is_apart(i: Import) -> bool:
 
 
 RULES: dict[str, Callable[[Import], bool]] = {
-    "rich: in functions of the corpus builder only": lambda i: (
+    "rich only in functions of the corpus builder": lambda i: (
         within(i.module, "bert_dp")
         and within(i.target, "rich")
         and not (i.module == "bert_dp.data.build" and i.in_function)
     ),
-    "an engine's package: in the engine's own file": lambda i: (
+    "an engine's package only in the engine's file": lambda i: (
         within(i.target, "accelerate", "deepspeed")
         and i.module != f"bert_dp.parallel.{i.target.partition('.')[0]}"
     ),
-    "worker and cli: by nobody": lambda i: (
+    "worker and cli only as programs": lambda i: (
         within(i.target, "bert_dp.worker", "launcher.cli")
         and not within(i.module, "launcher.cli", "launcher.__main__")
     ),
-    "optional packages: in functions": lambda i: within(i.target, *OPTIONAL) and not is_apart(i),
+    "optional packages only in functions": lambda i: within(i.target, *OPTIONAL) and not is_apart(i),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_who_imports(rule: str) -> None:
+def test_only_the_modules_of_a_rule_import_a_package(rule: str) -> None:
     assert offenders(RULES[rule]) == []
 
 
 def package_of(module: str) -> str:
-    """The package of a module of the launcher; one that lies beside the packages is its own."""
+    """Return the package of a module of the launcher, or the module itself if it is in no package."""
     return module.split(".")[1] if "." in module else module
 
 
 def test_the_launchers_packages_import_each_other_in_one_direction() -> None:
-    """scale, tune, plan and evaluate ask runs for what they need, and no run knows them. None knows another,
-    but plan reads the models of the files that scale writes."""
+    """scale, tune, plan and evaluate import run, which imports none of them. They do not import each other,
+    but plan imports the models of the files that scale writes."""
     packages: dict[str, set[str]] = {}
     for i in imports():
         if within(i.module, "launcher") and within(i.target, "launcher") and i.target != "launcher":
@@ -215,24 +215,24 @@ def test_only_process_reads_the_rank_variables() -> None:
     assert readers == {"bert_dp.training.process"}
 
 
-# --- imports that must work, and what they must not pull
+# --- imports that must work without loading heavy packages
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_launcher_does_not_pull_torch() -> None:
-    apart = ("launcher.__main__", "launcher.plan.loss_fit")  # the second is imported to fit runs alone
+def test_the_launcher_does_not_load_torch() -> None:
+    apart = ("launcher.__main__", "launcher.plan.loss_fit")  # loss_fit is imported only to fit runs
     modules = [m for m in sources() if within(m, "launcher") and m not in apart]
     assert "launcher.cli.app" in modules
-    assert "launcher.run.rendezvous" in modules  # its torch is inside its function
+    assert "launcher.run.rendezvous" in modules  # imports torch in a function
     done = python(
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"
         "    importlib.import_module(name)\n"
         "    heavy = {'torch', 'numpy', 'transformers', 'plotly', 'jinja2'} & set(sys.modules)\n"
-        "    assert not heavy, f'{name} pulled {heavy}'\n"
+        "    assert not heavy, f'{name} loaded {heavy}'\n"
     )
     assert done.returncode == 0, done.stderr
 
@@ -240,13 +240,13 @@ def test_launcher_does_not_pull_torch() -> None:
 @pytest.mark.parametrize(
     "module", ("config files cost data examples training.process evaluation.scores").split()
 )
-def test_torch_free_packages(module: str) -> None:
+def test_packages_without_torch_do_not_load_it(module: str) -> None:
     done = python(f"import bert_dp.{module}, sys; assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
 def test_everything_imports_without_the_optional_packages() -> None:
-    needs_triton = "bert_dp.model.gpu_kernels"  # comes with torch's CUDA builds; imported where it is there
+    needs_triton = "bert_dp.model.gpu_kernels"  # triton comes with torch's CUDA builds only
     modules = [m for m in sources() if not m.endswith("__main__") and m != needs_triton]
     done = python(
         "import importlib, sys\n"
@@ -268,18 +268,18 @@ def test_everything_imports_without_the_optional_packages() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- readable
+# --- readability
 
 
-def test_the_formatter_lays_the_code_out() -> None:
-    """`fmt: skip` is for tables of numbers alone."""
+def test_the_formatter_is_rarely_skipped() -> None:
+    """Only tables of numbers may have `fmt: skip`."""
     files = [path for top in (*PACKAGES, "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
     assert sum(path.read_text().count("# fmt: " + "skip") for path in files) <= 40
 
 
-def test_what_is_public_says_what_it_does() -> None:
-    """Functions of more than 6 statements and classes of more than 12; a handful may have no docstring. A
-    method of the Engine protocol, forward and private names need none; a Section documents its fields."""
+def test_long_public_functions_and_classes_have_docstrings() -> None:
+    """Functions of more than 6 and classes of more than 12 statements need a docstring, with 20 exceptions.
+    Methods of the Engine protocol, forward, private names and Sections, which document fields, need none."""
     classes = [node for node in tree("bert_dp.parallel").body if isinstance(node, ast.ClassDef)]
     protocol = {"forward", *(f.name for c in classes for f in c.body if isinstance(f, Function))}
     silent = []
@@ -295,7 +295,7 @@ def test_what_is_public_says_what_it_does() -> None:
     assert len(silent) <= 20, silent
 
 
-def test_modules_say_what_they_are() -> None:
+def test_modules_have_docstrings() -> None:
     silent = [module for module in sources() if ast.get_docstring(tree(module)) is None]
     assert [module for module in silent if not module.endswith("__main__")] == []
 
@@ -305,7 +305,7 @@ def test_no_product_file_is_over_700_lines() -> None:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    """`Engine` is the protocol and each implementation of it."""
+    """Only `Engine` names several classes: the protocol and its implementations."""
     places: dict[str, list[str]] = {}
     for module in sources():
         for node in ast.walk(tree(module)):
@@ -326,7 +326,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert {place: word for place, word in first.items() if word in fragments} == {}
 
 
-# --- what must not be in the files
+# --- content that files must not have
 
 
 @cache
@@ -343,7 +343,7 @@ def tracked() -> tuple[Path, ...]:
     return tuple(path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file())
 
 
-def test_no_path_of_a_machine_stands_in_a_file() -> None:
+def test_no_file_contains_a_path_of_a_machine() -> None:
     words = tuple(
         "/".join(("", *parts)) for parts in (("work", ""), ("tmp", "lab"), ("home", ""), ("root", ""))
     )
@@ -352,8 +352,8 @@ def test_no_path_of_a_machine_stands_in_a_file() -> None:
 
 
 def test_no_pickle_and_no_remote_code() -> None:
-    """DESIGN: safetensors and JSON; weights_only=True for a foreign file; no trust_remote_code. Collectives
-    of objects unpickle what a peer sends."""
+    """DESIGN allows safetensors, JSON, and torch.load with weights_only=True, but no trust_remote_code.
+    Collectives of objects are not allowed either, because they unpickle the data of a peer."""
     bad = offenders(lambda i: within(i.target, "pickle", "dill", "cloudpickle", "marshal", "shelve"))
     for module in sources():
         for node in ast.walk(tree(module)):
@@ -372,12 +372,12 @@ def test_no_pickle_and_no_remote_code() -> None:
     assert bad == []
 
 
-# --- what CI installs
+# --- packages that CI installs
 
 
 def test_every_archive_that_ci_installs_has_its_hash() -> None:
-    """.ci/*.lock name one archive a line with its SHA-256, in the versions of .constraints.txt; nothing that
-    the package and its tests need is missing."""
+    """.ci/*.lock name one archive per line with its SHA-256, in the version of .constraints.txt, and contain
+    all requirements of the package and its tests."""
     lock = re.compile(r"([a-z0-9][a-z0-9._-]*)==(\S+) --hash=sha256:[0-9a-f]{64}")
     listed = [
         lock.fullmatch(line)
@@ -405,7 +405,7 @@ def test_make_train_installs_no_extra(tmp_path: Path) -> None:
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as PEP 503 compares it."""
+    """Return a distribution's name as normalized by PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -417,7 +417,7 @@ def test_the_guide_names_files_that_exist() -> None:
     assert [name for name in names if not any(f"/{name}" in file for file in files)] == []
 
 
-def test_nothing_stands_at_the_top_that_does_not_belong_there() -> None:
+def test_the_top_folder_contains_only_known_entries() -> None:
     folders = {"launcher", "bert_dp", "configs", "tests", "benchmarks", "docs"}
     files = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "CHANGELOG.md", "CONTRIBUTING.md"}
     top = {path.relative_to(ROOT).parts[0] for path in tracked()}

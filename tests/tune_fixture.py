@@ -1,4 +1,4 @@
-"""tune.json of both searches, made up."""
+"""Make tune.json of both searches with invented numbers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.scaling_fixture import ENVIRONMENT
 
 DECLARED = 16  # sequences
 SIZES = (2, 4, 8)
-STEP_S = {2: (0.12, 0.13), 4: (0.1, 0.11), 8: (0.08, 0.078)}  # of the runs of each size
+STEP_S = {2: (0.12, 0.13), 4: (0.1, 0.11), 8: (0.08, 0.078)}  # seconds per step of the runs of each size
 COMMON: dict[str, Any] = {
     "date": "2026-11-24",
     "environment": ENVIRONMENT,
@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
 
 
 def timed_trial(micro: int, number: int, step_s: float, **changes: Any) -> BatchTrial:
-    """Five steps of the declared batch on two ranks."""
+    """Return a trial with five steps of the declared batch on two ranks."""
     steps, peak_gib = [step_s * (1 + 0.01 * k) for k in range(-2, 3)], 0.2 + 0.0125 * micro
     trial = BatchTrial(
         name=f"micro-{micro}-r{number}",
@@ -42,8 +42,8 @@ def timed_trial(micro: int, number: int, step_s: float, **changes: Any) -> Batch
 
 
 def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
-    """A choice between three sizes, a noise scale or why it is `inconclusive`. `changes` replace whole
-    entries."""
+    """Return tune.json with a choice between three sizes and a noise scale, or the reason why the noise scale
+    is `inconclusive`. `changes` replace whole entries."""
     config = make_config(batch={"global_size": DECLARED, "micro_size": 8})
     spec = BatchSearchSpec(config, BatchOptions("2", 60.0, 0.5, "torchrun"), 2, SIZES, 0.5, False, "fp32")
     no_runs: Any = None
@@ -60,7 +60,7 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
 
 
 def unmeasured() -> dict[str, Any]:
-    """A search of the micro batch that was stopped before its first trial ended."""
+    """Return tune.json of a micro batch search that was stopped before its first trial ended."""
     nothing = {"choice": None, "noise": None, "seconds": None, "memory_limit_gib": None, "memory_line": None}
     return batch(status="partial", memory_trials=[], sizes=[], trials=[], **nothing)
 
@@ -72,7 +72,7 @@ def trial(lr: float, seed: int, tokens: int, loss: float | None) -> LrTrial:
 
 
 def lr(**changes: Any) -> dict[str, Any]:
-    """Two rungs, a rate that has diverged, a finalist of one seed. `changes` replace whole entries."""
+    """Return tune.json with two rungs, a diverged rate and a finalist of one seed, updated by `changes`."""
     short = [trial(0.0285, 0, 1024, 4.9111), trial(0.057, 0, 1024, 4.9032), trial(0.114, 0, 1024, None)]
     whole = [trial(0.057, 0, 8192, 4.7074), trial(0.0285, 0, 8192, 5.0091), trial(0.057, 1, 8192, 4.9367)]
     rungs = [

@@ -1,4 +1,4 @@
-"""A task that does what pretraining does, to be broken or watched in one place."""
+"""Wrap the pretraining task so that a test can change or observe one of its methods."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from bert_dp.tasks import mlm
 
 
 class WrappedTask:
-    """`step`: the optimizer step that the loop is in, from 0; -1 = the dry run, -2 = before it."""
+    """Pretraining task with `step`, the loop's optimizer step from 0; -1 = the dry run, -2 = before it."""
 
     def __init__(self, config: Config, device: torch.device):
         self.inner, self.step = mlm.make_task(config, device), -2
@@ -18,13 +18,13 @@ class WrappedTask:
         return getattr(self.inner, name)
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """The loop asks once for each step."""
+        """Count the step, because the loop calls this once per step."""
         self.step += 1
         return self.inner.num_targets(first_sample, count)
 
 
 class PoisonedTask(WrappedTask):
-    """The losses of the steps in `bad_steps` are NaN and infinity by turns on this rank."""
+    """Task whose losses in the steps of `bad_steps` alternate between NaN and infinity on this rank."""
 
     def __init__(self, config: Config, device: torch.device, bad_steps: range):
         super().__init__(config, device)

@@ -1,4 +1,4 @@
-"""`bert-dp` as a user runs it, in a process of its own."""
+"""Run `bert-dp` as a user does, in a separate process or, with `here`, in this process."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ TINY = (
 
 
 def tiny(shards: Path, *more: str) -> list[str]:
-    """`--set` options that shrink any shipped configuration to a second's work on `shards`."""
+    """Return `--set` options that shrink any shipped configuration to a second of work on `shards`."""
     items = (*TINY, f"data.path={shards}", *more)
     return [part for item in items for part in ("--set", item)]
 
@@ -51,7 +51,7 @@ def command(*arguments: str) -> list[str]:
 
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """Within the block this process, and what it starts, makes files with this umask."""
+    """Set the umask of this process and of the processes that it starts inside the block."""
     before = os.umask(mask)
     try:
         yield
@@ -60,7 +60,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def open_to_others(folder: Path) -> list[str]:
-    """What in `folder`, itself included, another user could reach by its mode."""
+    """Return `folder` and the paths in it whose mode gives other users access."""
     return [str(p) for p in (folder, *folder.rglob("*")) if p.lstat().st_mode & 0o077]
 
 
@@ -68,7 +68,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def ended(done: Done, code: int | None) -> Done:
-    """A command that must have ended with this exit code (None: any)."""
+    """Return a finished command after checking its exit code (None: any)."""
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -90,13 +90,13 @@ def bert_dp(
 
 
 def here(*arguments: str, cwd: Path | None = None, **environ: str) -> Done:
-    """As `bert_dp`, in this process and ten times as fast, with any exit code: for what starts no rank."""
-    said, errors = io.StringIO(), io.StringIO()
+    """Run a command without ranks in this process, ten times as fast as `bert_dp`. Accept any exit code."""
+    output, errors = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["bert-dp", *arguments]),
         mock.patch.dict(os.environ, {"COLUMNS": "160", **environ}),
         contextlib.chdir(cwd or "."),
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
     ):
         try:
@@ -104,16 +104,16 @@ def here(*arguments: str, cwd: Path | None = None, **environ: str) -> Done:
             code: Any = 0
         except SystemExit as end:
             code = end.code or 0
-    return subprocess.CompletedProcess(arguments, code, said.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def accepted(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
-    """What a command prints that ends with exit code 0, in this process."""
+    """Run a command in this process, check that it exits with 0, and return its standard output."""
     return ended(here(*arguments, cwd=cwd, **environ), 0).stdout
 
 
 def refused(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
-    """What a command says that ends with exit code 2 and without a traceback, in this process."""
+    """Run a command in this process, check that it exits with 2 and no traceback, and return its errors."""
     done = ended(here(*arguments, cwd=cwd, **environ), 2)
     assert "Traceback" not in done.stderr
     return done.stderr
@@ -133,7 +133,7 @@ def start(
 
 
 def train_command(shards: Path, run_dir: Path, *settings: str, nproc: int = 2) -> list[str]:
-    """The quickstart, shrunk, on `shards`; each of `settings` may hold several, with spaces between."""
+    """Return the command that trains the shrunk quickstart. Each string may list several settings."""
     items = " ".join(settings).split()
     return ["train", "quickstart", *tiny(shards, *items), "--nproc", str(nproc), "--run-dir", str(run_dir)]
 
@@ -148,7 +148,7 @@ def train(
     timeout: float = 180,
     **environ: str,
 ) -> Done:
-    """A run to its end, which must exit with `code` (None: whatever it exits with)."""
+    """Run `bert-dp train` to its end and check the exit code (None: any)."""
     command_line = (*train_command(shards, run_dir, *settings, nproc=nproc), *options)
     return bert_dp(*command_line, code=code, timeout=timeout, **environ)
 
@@ -156,20 +156,20 @@ def train(
 def begin(
     shards: Path, run_dir: Path, *settings: str, nproc: int = 2, options: tuple[str, ...] = (), **environ: str
 ) -> subprocess.Popen[str]:
-    """A run that is still going on."""
+    """Start `bert-dp train` and return its process."""
     return start(*train_command(shards, run_dir, *settings, nproc=nproc), *options, **environ)
 
 
-def go_on(
+def resume_run(
     run_dir: Path, *settings: str, nproc: int = 1, options: tuple[str, ...] = (), code: int | None = 0
 ) -> Done:
-    """The run of this directory, started again without its configuration."""
+    """Resume the run of this directory without naming its configuration."""
     items = [part for item in " ".join(settings).split() for part in ("--set", item)]
     return bert_dp("train", "--run-dir", str(run_dir), "--nproc", str(nproc), *items, *options, code=code)
 
 
 def write_config(run_dir: Path, shards: Path, *settings: str) -> Path:
-    """config.yaml of the shrunk quickstart, for ranks that no launcher starts."""
+    """Write the config.yaml of the shrunk quickstart, for ranks that no launcher starts."""
     run_dir.mkdir()
     config = load_config(
         find_config("quickstart"), [*TINY, f"data.path={shards}", *" ".join(settings).split()]
@@ -179,12 +179,12 @@ def write_config(run_dir: Path, shards: Path, *settings: str) -> Path:
 
 
 def processes_of(place: Path) -> list[psutil.Process]:
-    """Every process with this path in its command line."""
+    """Return every process with this path in its command line."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(place) in " ".join(p.info["cmdline"] or ())]
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Not of a zombie."""
+    """Return True if the process runs and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -192,12 +192,12 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def members(run_dir: Path) -> list[psutil.Process]:
-    """The processes of a run, without its launcher."""
+    """Return the processes of a run except its launcher."""
     return processes_of(run_dir / "config.yaml")
 
 
 def assert_none_left(place: Path, seconds: float = 15.0) -> None:
-    """Every process with this path in its command line ends by itself within that time."""
+    """Check that every process with this path in its command line ends within `seconds`."""
     _, alive = psutil.wait_procs(processes_of(place), timeout=seconds)
     assert alive == []
 
@@ -211,28 +211,28 @@ def interrupted(
     patience_s: float = 15.0,
     **environ: str,
 ) -> Done:
-    """A command that gets this signal once `condition` holds; of what it has started at `place` nothing is
-    left after `patience_s`."""
+    """Run a command, send it this signal once `condition` is true, and wait for its end. Check that every
+    process with `place` in its command line then ends within `patience_s`."""
     process = start(*arguments, **environ)
     wait_for(lambda: condition() or process.poll() is not None, seconds=240)
     assert process.poll() is None, process.communicate()
     process.send_signal(number)
-    said, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=120)
     assert_none_left(place, patience_s)
-    return subprocess.CompletedProcess(arguments, process.returncode, said, errors)
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 def wait_for(condition: Callable[[], T], seconds: float = 120.0) -> T:
-    """The first answer that is true."""
+    """Return the first true result of `condition`."""
     deadline = time.monotonic() + seconds
-    while not (answer := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
-    return answer
+    return result
 
 
 def trials_done(out: Path) -> dict[str, float]:
-    """Trials of a search that have ended by themselves, and were seen to -> when."""
+    """Return the name of each completed trial of a search and the time at which its summary was written."""
     summaries = [path.with_name("summary.json") for path in out.glob("trials/*/trial.json")]
     return {
         path.parent.name: path.stat().st_mtime

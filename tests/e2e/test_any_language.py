@@ -1,4 +1,4 @@
-"""Text in any language by byte-level BPE, from the build to the exports."""
+"""Train, finetune, predict and export with byte-level BPE on text in two languages."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from bert_dp.config import read_manifest
 from tests.e2e.cli import TINY, accepted, bert_dp
 from tests.helpers import read_json
 
-LANGUAGES = (  # what stands between two words, words, of which the first and the fifth tell labels
+LANGUAGES = (  # word separator and words; the first and the fifth word determine the label
     (" ", "мир жизнь время человек дом год работа слово дело страна".split()),
     ("", "世界 生活 时间 人们 房子 一年 工作 词语 事情 国家".split()),
 )
@@ -20,7 +20,7 @@ SIZES = ("data.sequence_length=32", "model.vocab_size=400", "model.num_layers=1"
 MODEL = ("objective.mask_rate=0.15", *SIZES)
 
 
-def test_russian_and_chinese_are_trained_finetuned_predicted_and_exported(tmp_path: Path) -> None:
+def test_russian_and_chinese_text_works_from_the_build_to_the_exports(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
     draw = random.Random(0)
@@ -44,9 +44,9 @@ def test_russian_and_chinese_are_trained_finetuned_predicted_and_exported(tmp_pa
     assert all(words[0] in shown for _, words in LANGUAGES)
 
     bert_dp("train", f"data.path={shards}", *TINY, *MODEL, "--nproc", "1", "--run-dir", run)
-    found = json.loads(accepted("eval", "mlm", run, text, "--json"))
-    assert (found["hidden"]["unknown_tokens"], found["hidden"]["words_without_token"]) == (0, 0)
-    assert found["hidden"]["bytes"] > 0
+    mlm = json.loads(accepted("eval", "mlm", run, text, "--json"))
+    assert (mlm["hidden"]["unknown_tokens"], mlm["hidden"]["words_without_token"]) == (0, 0)
+    assert mlm["hidden"]["bytes"] > 0
     few = ("schedule.epochs=1", "batch.global_size=8", "batch.micro_size=4", "--kind", "single_label")
     bert_dp("finetune", run, "--train", table, "--dev", table, *few, "--nproc", "1", "--run-dir", tuned)
     assert read_json(Path(tuned) / "summary.json")["status"] == "done"
@@ -57,7 +57,7 @@ def test_russian_and_chinese_are_trained_finetuned_predicted_and_exported(tmp_pa
         out = str(tmp_path / form)
         accepted("export", form, of, "--out", out)
         assert json.loads(accepted("export", "check", out, "--json", "--run", of))["ok"]
-    # the tokenizer as transformers loads it: a text comes back whole
+    # transformers' tokenizer encodes and decodes a text without loss
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(str(tmp_path / "hf"))

@@ -1,4 +1,4 @@
-"""The pages in a real browser: no error in the console, every figure drawn, no text on top of another."""
+"""Check the pages in a real browser: no console errors, every figure drawn, no overlapping texts."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def hostile(text: str) -> str:
 
 
 def hostile_scaling(path: Path) -> Report:
-    """The labels of axes and rules are ours."""
+    """Make the scaling page with hostile strings, except in the fixed labels of axes and reference lines."""
     return with_strings(MAKERS["scaling"](path), hostile, but=(Axis, ReferenceLine))
 
 
@@ -39,7 +39,7 @@ REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
     "batch": (2, MAKERS["batch"]),
     "rate": (2, MAKERS["rate"]),
 }
-"""How many figures each has, and how it is made."""
+"""Number of figures and maker of each page."""
 
 
 BROKEN = {
@@ -63,20 +63,20 @@ def expected(path: Path) -> list[str]:
 
 
 def unfold(browser: Browser) -> None:
-    """What is folded is drawn when it is opened."""
+    """Open every section, because a folded section is drawn only when it is opened."""
     browser.evaluate("document.querySelectorAll('details.section').forEach(d => { d.open = true; })")
     browser.evaluate("new Promise(drawn => setTimeout(drawn, 100))")
 
 
 def faults(browser: Browser) -> list[str]:
-    """What is wrong with the page that is open."""
+    """Return the faults of the page that is open."""
     found = list(browser.errors)
     found += [
         f"{f['label']}: {f['width']} x {f['height']}"
         for f in browser.evaluate(FIGURES)
         if f["width"] < 200 or f["height"] < 20
     ]
-    found += [f"texts meet: {pair}" for pair in browser.evaluate(COLLISIONS)]
+    found += [f"texts overlap: {pair}" for pair in browser.evaluate(COLLISIONS)]
     if browser.evaluate(OVERFLOW) > 0:
         found.append("wider than the window")
     return found
@@ -85,17 +85,17 @@ def faults(browser: Browser) -> list[str]:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1200])
 @pytest.mark.parametrize("name", REPORTS)
-def test_page(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
+def test_a_page_is_sound(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.open(pages[name], width, dark)
     unfold(browser)
     assert faults(browser) == []
     assert len(browser.evaluate(FIGURES)) == len(expected(pages[name]))
-    ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert ground == ("rgb(17, 21, 27)" if dark else "rgb(246, 247, 249)")
+    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(17, 21, 27)" if dark else "rgb(246, 247, 249)")
 
 
-def test_figures_are_counted(pages: dict[str, Path]) -> None:
-    """The names above come from the page itself: their number is fixed, so that none is missing."""
+def test_each_page_has_the_expected_number_of_figures(pages: dict[str, Path]) -> None:
+    """`expected` reads the labels from the page itself, so these counts detect a missing figure."""
     counts = {name: count for name, (count, _) in REPORTS.items()}
     assert {name: len(expected(path)) for name, path in pages.items()} == counts
 
@@ -118,7 +118,7 @@ def test_a_figure_follows_the_theme_and_its_switch(browser: Browser, pages: dict
 
 
 @pytest.mark.parametrize("name", ["scaling", "large"])
-def test_page_on_paper(browser: Browser, pages: dict[str, Path], name: str) -> None:
+def test_a_printed_page_is_sound(browser: Browser, pages: dict[str, Path], name: str) -> None:
     browser.open(pages[name], 720, dark=True, media="print")
     unfold(browser)
     assert faults(browser) == []
@@ -126,7 +126,7 @@ def test_page_on_paper(browser: Browser, pages: dict[str, Path], name: str) -> N
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_page_is_noticed(
+def test_a_broken_page_is_detected(
     browser: Browser, pages: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.html"

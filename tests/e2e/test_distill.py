@@ -1,4 +1,4 @@
-"""`bert-dp distill` as a user runs it: a pretrained run, its finetuned one, and students of that."""
+"""Test `bert-dp distill` with a pretrained run, a teacher finetuned from it, and several students."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SHORT = ("schedule.epochs=1", "batch.global_size=16", "batch.micro_size=4", "pre
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs `crammed`, `teacher` and `pairs` beside the files that they learned from."""
+    """Make the runs `crammed`, `teacher` and `pairs` next to their training files."""
     folder = tmp_path_factory.mktemp("distill")
     for name, count in (("train", 24), ("dev", 7)):
         rows = [(f"the {('crew', 'rain')[i % 2]} fell on {WORDS[i % 9]}", "ab"[i % 2]) for i in range(count)]
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json_lines(folder / "logits.jsonl", logits)
     write_run(folder / "runs/crammed", tiny_config())
     for name, data in (("teacher", OWN), ("pairs", PAIRS)):
-        asked = ("finetune", "runs/crammed", "schedule.epochs=1", *data, "--nproc", "1")
-        bert_dp(*asked, "--run-dir", f"runs/{name}", cwd=folder)
+        arguments = ("finetune", "runs/crammed", "schedule.epochs=1", *data, "--nproc", "1")
+        bert_dp(*arguments, "--run-dir", f"runs/{name}", cwd=folder)
     return folder
 
 
@@ -50,11 +50,11 @@ def distilled(folder: Path, name: str, *arguments: str) -> str:
     return done.stderr
 
 
-def test_a_bilstm_learns_on_two_ranks_and_the_commands_of_the_page_run(folder: Path) -> None:
-    """From masks and words that the pretrained run draws."""
-    said = distilled(folder, "lstm", "runs/teacher", *OWN, *DRAWN)
-    assert "transfer set: " in said
-    assert "warning: the student is larger than the teacher" in said
+def test_a_bilstm_trains_on_two_ranks_and_the_documented_commands_run(folder: Path) -> None:
+    """The transfer set contains masks and words drawn by the pretrained run."""
+    errors = distilled(folder, "lstm", "runs/teacher", *OWN, *DRAWN)
+    assert "transfer set: " in errors
+    assert "warning: the student is larger than the teacher" in errors
     model, _ = package.load(folder / "lstm")
     assert isinstance(model, BiLstm)
     assert (model.embedding.weight.shape[1], model.left_to_right.hidden_size) == (32, 150)
@@ -68,7 +68,7 @@ def test_a_bilstm_learns_on_two_ranks_and_the_commands_of_the_page_run(folder: P
     assert [label in "ab" for label in labels] == [True] * 7
 
 
-def test_pairs_and_a_pretrained_student(folder: Path) -> None:
+def test_a_bilstm_reads_pairs_and_a_pretrained_run_can_be_the_student(folder: Path) -> None:
     distilled(folder, "of-pairs", "runs/pairs", *PAIRS, "--replace", "none")
     model, _ = package.load(folder / "of-pairs")
     assert model.pair
@@ -80,14 +80,14 @@ def test_pairs_and_a_pretrained_student(folder: Path) -> None:
     assert read_json(folder / "small/summary.json")["init_from"]["tensors"] > 10
 
 
-def test_logits_of_any_model(folder: Path) -> None:
-    said = distilled(folder, "any", "runs/crammed", *OWN, "--teacher-logits", "logits.jsonl")
-    assert "transfer set: 30 texts" in said
-    assert "teacher's logits" not in said
+def test_a_student_learns_from_a_file_of_logits(folder: Path) -> None:
+    errors = distilled(folder, "any", "runs/crammed", *OWN, "--teacher-logits", "logits.jsonl")
+    assert "transfer set: 30 texts" in errors
+    assert "teacher's logits" not in errors
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("runs/crammed", *OWN), "TEACHER: runs/crammed is a pretrained run"),
         (("none", *OWN), "TEACHER: none does not exist"),
@@ -99,7 +99,7 @@ def test_logits_of_any_model(folder: Path) -> None:
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
-    arguments: tuple[str, ...], told: str, folder: Path, tmp_path: Path
+    arguments: tuple[str, ...], message: str, folder: Path, tmp_path: Path
 ) -> None:
-    assert told in refused("distill", *arguments, "--run-dir", str(tmp_path / "run"), cwd=folder)
+    assert message in refused("distill", *arguments, "--run-dir", str(tmp_path / "run"), cwd=folder)
     assert not (tmp_path / "run").exists()

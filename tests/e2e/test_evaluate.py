@@ -1,4 +1,4 @@
-"""`bert-dp eval mlm` and `predict` as a user calls them: what they print, and what they refuse."""
+"""Test the output and the refusals of `bert-dp eval mlm` and `predict`."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ LINES = [" ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 30)) for i i
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps with a vocabulary of 64, and a tokenizer for it."""
+    """Return a run of 12 steps with a vocabulary of 64 and a tokenizer."""
     path = shutil.copytree(RUN, tmp_path_factory.mktemp("evaluate") / "run")
     words = tokenizer.train(LINES, model="wordpiece", vocab_size=64, with_normalizer=True)
     words.save(str(path / "tokenizer.json"))
@@ -31,15 +31,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.quick
 def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES))
-    asked = ("eval", "mlm", str(run_dir), "a.txt")
-    found = TextLoss.model_validate_json(accepted(*asked, "--json", cwd=tmp_path))
+    arguments = ("eval", "mlm", str(run_dir), "a.txt")
+    found = TextLoss.model_validate_json(accepted(*arguments, "--json", cwd=tmp_path))
     assert found.documents == found.sources[0]["documents"] == len(LINES)
     assert found.hidden.bits_per_byte is not None
     assert 0 < found.hidden.bits_per_byte < 20
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": line}) + "\n" for line in reversed(LINES)))
     shown = accepted("eval", "mlm", str(run_dir), "a.jsonl", "--text-key", "body", cwd=tmp_path)
     assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown
-    assert f"{found.predicted.tokens:,} tokens" in shown  # the same tokens in another order
+    assert f"{found.predicted.tokens:,} tokens" in shown  # although the documents are in reverse order
 
 
 @pytest.mark.quick
@@ -51,14 +51,14 @@ def test_eval_mlm_compares_runs_on_the_same_words(run_dir: Path, tmp_path: Path)
     state["model"] = {name: 1.5 * tensor for name, tensor in state["model"].items()}
     checkpoint.save_checkpoint(saved.parent, 9, state, json.loads((saved / "state.json").read_text()), keep=2)
     shutil.rmtree(saved)
-    asked = ("eval", "mlm", str(first), str(run_dir), "a.txt")
-    start, trained = json.loads(here(*asked, "--json", cwd=tmp_path).stdout)
+    arguments = ("eval", "mlm", str(first), str(run_dir), "a.txt")
+    start, trained = json.loads(here(*arguments, "--json", cwd=tmp_path).stdout)
     assert (start["run"], trained["run"]) == (str(first), str(run_dir))
     assert start["step"] < trained["step"]
     assert start["hidden"]["words"] == trained["hidden"]["words"]
     more = start["hidden"]["bits_per_byte"] - trained["hidden"]["bits_per_byte"]
     assert more != 0
-    _, _, *rows, _ = here(*asked, cwd=tmp_path, COLUMNS="400").stdout.splitlines()
+    _, _, *rows, _ = here(*arguments, cwd=tmp_path, COLUMNS="400").stdout.splitlines()
     best, other = sorted((start, trained), key=lambda loss: loss["hidden"]["bits_per_byte"])
     assert [row.split()[0] for row in rows] == [best["run"], other["run"]]
     assert f" {abs(more):.4f} \u00b1 " in rows[1]
@@ -67,19 +67,19 @@ def test_eval_mlm_compares_runs_on_the_same_words(run_dir: Path, tmp_path: Path)
 
 
 @pytest.mark.quick
-def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
+def test_eval_mlm_refuses_bad_input(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a cat sat")
     text = str(tmp_path / "a.txt")
     bare = shutil.copytree(RUN, tmp_path / "bare")
-    for arguments, said in (
-        ([str(tmp_path), text], f"{tmp_path}: no valid checkpoint"),
+    for arguments, message in (
+        ([str(tmp_path), text], f"{tmp_path}: contains no valid checkpoint"),
         ([str(bare), text], f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "error: TEXT: "),
         ([str(run_dir), text, "--documents", "page"], "error: --documents: "),
         ([str(run_dir)], "Missing argument"),
     ):
         errors = refused("eval", "mlm", *arguments)
-        assert said in errors
+        assert message in errors
         assert errors.count("\n") == 1
     (tmp_path / "b.txt").write_bytes(b"fine\n\xff\n")
     done = here("eval", "mlm", str(run_dir), str(tmp_path / "b.txt"))
@@ -88,7 +88,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> None:
+def test_predict_writes_the_encodings_of_a_pretrained_run(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES))
     assert bert_dp("predict", str(run_dir), "a.txt", "--out", "a.jsonl", cwd=tmp_path).stdout == ""
     found = read_lines(tmp_path / "a.jsonl")

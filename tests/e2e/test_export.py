@@ -1,4 +1,4 @@
-"""`bert-dp export` as a user calls it: what it writes, what proves it, and what it refuses."""
+"""Test the files, the checks and the refusals of `bert-dp export`."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from tests.e2e.cli import accepted, bert_dp, ended, here, interrupted, refused
 from tests.helpers import logged, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles by g++")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
 NAMES = {"rope": "crammed-rope", "rms": "small-text", "simple": "bert-simple", "crammed": "crammed-bert"}
 SMALL = {"hidden_size": 48, "num_heads": 4, "intermediate_size": 40}
 RUNS: dict[str, Config] = {name: config_of(shipped, model=SMALL) for name, shipped in NAMES.items()}
@@ -34,7 +34,7 @@ RUNS["recipe-labels"] = finetuned(RUNS["crammed"], "recipe")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of each configuration."""
+    """Write a run of each configuration into one folder."""
     folder = tmp_path_factory.mktemp("export")
     for name, config in RUNS.items():
         write_run(folder / name, config)
@@ -48,8 +48,8 @@ def export(form: str, run: Path, out: Path, *options: str) -> Path:
 
 
 def check(directory: Path, run: Path) -> ExportCheck:
-    said = accepted("export", "check", str(directory), "--json", "--run", str(run))
-    return ExportCheck.model_validate_json(said)
+    output = accepted("export", "check", str(directory), "--json", "--run", str(run))
+    return ExportCheck.model_validate_json(output)
 
 
 def assert_proven(found: ExportCheck, tolerance: float) -> None:
@@ -72,13 +72,13 @@ def assert_proven(found: ExportCheck, tolerance: float) -> None:
         ("onnx", "recipe-labels", (), None),
     ],
 )
-def test_its_program_loads_it_and_computes_the_same(
+def test_the_target_library_loads_an_export_and_reproduces_the_outputs(
     runs: Path, tmp_path: Path, form: str, name: str, options: tuple[str, ...], architecture: str | None
 ) -> None:
     pytest.importorskip({"hf": "transformers", "onnx": "onnxruntime"}[form])
     out = export(form, runs / name, tmp_path / "out", *options)
     if form == "onnx":
-        assert b".py" not in (out / "model.onnx").read_bytes(), "no stack trace of this machine"
+        assert b".py" not in (out / "model.onnx").read_bytes(), "stack trace in the model"
     found = check(out, runs / name)
     assert found.architecture == architecture
     assert_proven(found, 1e-5 if form == "hf" else 1e-4)
@@ -91,7 +91,7 @@ def test_its_program_loads_it_and_computes_the_same(
     ("form", "name", "precision"),
     [("onnx", "recipe-labels", "int8"), pytest.param("aoti", "rms", "bf16", marks=needs_compiler)],
 )
-def test_another_precision_is_measured_and_not_judged(
+def test_a_lower_precision_is_measured_without_a_tolerance(
     runs: Path, tmp_path: Path, form: str, name: str, precision: str
 ) -> None:
     pytest.importorskip({"onnx": "onnxruntime", "aoti": "torch"}[form])
@@ -100,7 +100,7 @@ def test_another_precision_is_measured_and_not_judged(
     assert 1e-4 < max(row.difference for row in found.rows) < 0.1
 
 
-def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
+def test_the_exported_directory_has_a_config_a_tokenizer_and_a_card(runs: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     run = shutil.copytree(runs / "rope-labels", tmp_path / "rope-labels")
@@ -134,8 +134,8 @@ def predicted(run: Path, file: Path, place: Path, *options: str) -> list[dict[st
 
 
 @needs_compiler
-def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: Path) -> None:
-    """As the loop that finetuned it has written it."""
+def test_every_format_reproduces_the_dev_score_of_the_run(runs: Path, tmp_path: Path) -> None:
+    """The reference is predictions.jsonl, which finetuning wrote."""
     for package in ("transformers", "onnxruntime", "sklearn"):
         pytest.importorskip(package)
     topics = ("sea", "land", "sky")
@@ -147,9 +147,9 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
     how = ["schedule.epochs=20", "optim.lr=2e-3", "precision=fp32", "--nproc", "1"]
     bert_dp("finetune", str(runs / "rope"), *data, *how, "--run-dir", str(run), cwd=tmp_path)
     score = read_json(run / "summary.json")["heldout"]["scores"]["dev/accuracy"]
-    told = read_lines(run / "predictions.jsonl")
+    reference = read_lines(run / "predictions.jsonl")
     names = read_json(export("hf", run, tmp_path / "hf") / "config.json")["id2label"]
-    answers = [names[str(line["logits"].index(max(line["logits"])))] for line in told]
+    answers = [names[str(line["logits"].index(max(line["logits"])))] for line in reference]
     assert len(set(answers)) > 1
     for form in ("run", "hf", "onnx", "aoti"):
         place = tmp_path / form
@@ -157,7 +157,7 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
             export(form, run, place)
         lines = predicted(place, tmp_path / "dev.csv", tmp_path / f"{form}.jsonl", "--text", "body")
         assert [line["label"] for line in lines] == answers, form
-        for line, before in zip(lines, told, strict=True):
+        for line, before in zip(lines, reference, strict=True):
             exps = [math.exp(x) for x in before["logits"]]
             shares = {names[str(i)]: x / sum(exps) for i, x in enumerate(exps)}
             assert line["probabilities"] == pytest.approx(shares, abs=2e-5 if form == "run" else 1e-4)
@@ -166,8 +166,8 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
 
 
 @pytest.mark.quick
-def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> None:
-    """One wrong constant, which initial weights would hide."""
+def test_the_check_fails_for_a_different_model(runs: Path, tmp_path: Path) -> None:
+    """The model differs in one constant, whose effect initial weights would hide."""
     pytest.importorskip("transformers")
     out = export("hf", runs / "rms", tmp_path / "out")
     config = read_json(out / "config.json")
@@ -184,20 +184,20 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.quick
-def test_what_cannot_be_exported_is_refused(runs: Path, tmp_path: Path) -> None:
+def test_an_impossible_export_is_refused(runs: Path, tmp_path: Path) -> None:
     write_files(tmp_path, {"full/a": ""})
     position = "model.position: scaled_sinusoidal"
-    for form, name, options, said in (
+    for form, name, options, message in (
         ("hf", "crammed", (), f"{position}, but no transformers class has it with model.norm: layernorm"),
         ("hf", "recipe-labels", ("--encoder",), position),
         ("hf", "nowhere", (), "does not exist"),
         ("aoti", "rope", ("--int8",), "--int8"),
     ):
         errors = refused("export", form, str(runs / name), "--out", str(tmp_path / "out"), *options)
-        assert said in errors
+        assert message in errors
         assert errors.count("\n") == 1
     assert "--out: " in refused("export", "hf", str(runs / "rope"), "--out", str(tmp_path / "full"))
-    assert [path.name for path in tmp_path.iterdir()] == ["full"], "nothing is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["full"], "a refused export left a file"
 
 
 @pytest.mark.quick
@@ -212,7 +212,7 @@ def test_a_signal_leaves_no_half_written_directory(runs: Path, tmp_path: Path, n
 
 
 def write_exported(folder: Path, form: str) -> None:
-    """A directory whose files are there and damaged, all but export.json and the tokenizer."""
+    """Write an exported directory with a damaged model file and a config.json of one key."""
     counts = dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 64)
     hashes = dict.fromkeys(("weights_sha256", "tokenizer_sha256"), "0" * 64)
     files = {"config.json": '{"model_type": "modernbert"}', MODEL_FILES[form]: "torn"}  # type: ignore[index]
@@ -224,9 +224,7 @@ def write_exported(folder: Path, form: str) -> None:
 
 
 @pytest.mark.quick
-def test_a_missing_package_is_refused_by_its_extra(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_exported(tmp_path, "hf")
     for name in ("onnx", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -239,9 +237,8 @@ def test_a_missing_package_is_refused_by_its_extra(
 
 
 @pytest.mark.quick
-def test_a_directory_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
-    """Or has one that begins otherwise."""
-    for number, (file, begin, said) in enumerate(
+def test_a_directory_with_a_missing_or_damaged_file_is_refused(tmp_path: Path) -> None:
+    for number, (file, begin, message) in enumerate(
         (
             ("export.json", "torn", "export.json: "),
             ("export.json", '{"schema_version": 2, ', "schema_version: "),
@@ -258,11 +255,11 @@ def test_a_directory_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
             (folder / file).write_text(begin + about[1:])
         for verb in (("predict", str(folder), __file__), ("export", "check", str(folder))):
             errors = refused(*verb)
-            assert said in errors
+            assert message in errors
             assert errors.count("\n") == 1
 
 
-def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
+def test_export_warns_of_an_untrained_run_and_refuses_a_damaged_one(runs: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "new", RUNS["rms"], step=0)
     done = ended(here("export", "hf", str(tmp_path / "new"), "--out", str(tmp_path / "out")), 0)
     assert done.stderr.startswith("warning: RUN ")
@@ -271,29 +268,29 @@ def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
     assert "but the manifest lists" in refused("export", "hf", str(broken), "--out", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
     assert str(tmp_path) not in "".join(p.read_text() for p in (tmp_path / "out").glob("*.*[nd]"))
-    accepted("export", "check", str(tmp_path / "out"))  # its run lies beside it
+    accepted("export", "check", str(tmp_path / "out"))  # finds the run next to the directory
     shutil.move(tmp_path / "new", tmp_path / "moved")
     for options in ((), ("--run", str(runs / "rope"))):
         assert refused("export", "check", str(tmp_path / "out"), *options).startswith("error: --run: ")
 
 
 @needs_compiler
-def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_path: Path) -> None:
-    """The runner of docs/export.md, built as it stands there."""
+def test_aotinductor_reproduces_the_outputs_in_python_and_cpp(runs: Path, tmp_path: Path) -> None:
+    """The C++ runner is the code of docs/export.md."""
     out = export("aoti", runs / "crammed", tmp_path / "out")
     assert_proven(check(out, runs / "crammed"), 1e-4)
     texts = [" ".join(WORDS[: n + 1]) for n in range(len(WORDS))]
     (tmp_path / "a.txt").write_text("\n".join(texts))
-    ours, theirs = (
+    expected, found = (
         predicted(place, tmp_path / "a.txt", tmp_path / f"{place.name}.jsonl")
         for place in (runs / "crammed", out)
     )
-    assert [line["index"] for line in ours] == list(range(len(WORDS)))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert other["index"] == mine["index"]
-        assert other["encoding"] == pytest.approx(mine["encoding"], abs=1e-4)
+    assert [line["index"] for line in expected] == list(range(len(WORDS)))
+    for ours, other in zip(expected, found, strict=True):
+        assert other["index"] == ours["index"]
+        assert other["encoding"] == pytest.approx(ours["encoding"], abs=1e-4)
     if shutil.which("cmake") is None:
-        pytest.skip("cmake is not installed: the runner is not built")
+        pytest.skip("cmake is not installed, so the runner cannot be built")
     text = (Path(__file__).parents[2] / "docs/export.md").read_text()
     for kind, name in (("cpp", "runner.cpp"), ("cmake", "CMakeLists.txt")):
         (code,) = re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
@@ -304,17 +301,17 @@ def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_pat
         assert done.returncode == 0, done.stdout + done.stderr
     ids = [4, 17, 6, 23, 5]
     words = ["build/runner", "out/model.pt2", *map(str, ids)]
-    said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     model, _ = load(runs / "crammed")
     with torch.inference_mode():
         best = model(torch.tensor([ids]), torch.arange(len(ids))).max(-1)
-    rows = [line.split() for line in said.splitlines()]
+    rows = [line.split() for line in output.splitlines()]
     assert [int(row[0]) for row in rows] == best.indices.tolist()
     assert [float(row[1]) for row in rows] == pytest.approx(best.values.tolist(), abs=1e-3)
 
 
-def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path: Path) -> None:
-    """To the bit where the run itself is begun with, and is refused by the setting that does not fit."""
+def test_a_run_starts_from_an_export_as_from_the_run_itself(runs: Path, shards: Path, tmp_path: Path) -> None:
+    """The losses are identical, and a setting that does not match the export is refused by name."""
     out = export("hf", runs / "rope", tmp_path / "out")
     shape = "schedule.steps=2 log.every_steps=1 batch.global_size=8 batch.micro_size=4"
     model = [f"model.{key}={json.dumps(value)}" for key, value in RUNS["rope"].model.model_dump().items()]
@@ -325,14 +322,14 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
         done = bert_dp("train", "quickstart", *settings, f"run.init_from={start}", *place, code=code)
         return done.stdout + done.stderr
 
-    said = train("foreign", f"hf:{out}", code=2)
-    assert f"data.tokenizer: the data use a different tokenizer than {out}" in said
+    output = train("foreign", f"hf:{out}", code=2)
+    assert f"data.tokenizer: the data use a different tokenizer than {out}" in output
     (out / "tokenizer.json").unlink()
     train("exported", f"hf:{out}")
     init_from = read_json(tmp_path / "exported/summary.json")["init_from"]
     assert init_from["tensors"] == init_from["of"]
     train("own", str(runs / "rope"))
     assert logged(tmp_path / "own", "loss") == logged(tmp_path / "exported", "loss")
-    assert logged(tmp_path / "own", "step") == [1, 2], "the run itself has made three steps"
+    assert logged(tmp_path / "own", "step") == [1, 2], "a start from weights counts from 1"
     errors = refused("train", "quickstart", *settings, f"run.init_from=hf:{out}", "model.norm_eps=1e-6")
     assert f"model.norm_eps: 1e-06, but {out} has 1e-05" in errors

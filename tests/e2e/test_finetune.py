@@ -1,4 +1,4 @@
-"""`bert-dp finetune` as a user runs it: from a pretrained run and files of labelled examples."""
+"""Test `bert-dp finetune` with a pretrained run and files of labelled examples."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.csv and dev.csv: the place that a sentence tells of."""
+    """Write train.csv and dev.csv, whose label is the place that a sentence mentions."""
     folder = tmp_path_factory.mktemp("files")
     for name, count in (("train", 24), ("dev", 7)):
         rows = [f"{PLACES[i % 2].format(WORDS[i % 9])}\n" for i in range(count)]
@@ -36,13 +36,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OWN = ("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence", "--label", "place")
 
 
-def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, tmp_path: Path) -> None:
-    asked = ("finetune", str(run_dir), "schedule.epochs=2", *OWN)
-    assert "24 examples" in accepted(*asked, "--dry-run", cwd=files)
-    done = bert_dp(*asked, "--run-dir", str(tmp_path), cwd=files)
-    told = read_json(tmp_path / "summary.json")
-    assert (told["step"], told["world_size"], told["micro_batch"]) == (3, 2, 8)
-    score = told["heldout"]["scores"]["dev/accuracy"]
+def test_finetuning_prints_and_records_the_dev_score(run_dir: Path, files: Path, tmp_path: Path) -> None:
+    arguments = ("finetune", str(run_dir), "schedule.epochs=2", *OWN)
+    assert "24 examples" in accepted(*arguments, "--dry-run", cwd=files)
+    done = bert_dp(*arguments, "--run-dir", str(tmp_path), cwd=files)
+    summary = read_json(tmp_path / "summary.json")
+    assert (summary["step"], summary["world_size"], summary["micro_batch"]) == (3, 2, 8)
+    score = summary["heldout"]["scores"]["dev/accuracy"]
     assert f"Done after step 3: dev accuracy {score:.4f}, dev f1 " in done.stdout
     lines = read_lines(tmp_path / PREDICTIONS)
     assert [line["label"] for line in lines] == [0, 1, 0, 1, 0, 1, 0]
@@ -51,11 +51,11 @@ def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, 
     assert "this run is complete" in accepted("train", "--run-dir", str(tmp_path))
 
 
-def test_a_share_of_train_is_dev_and_every_seed_is_a_run(run_dir: Path, tmp_path: Path) -> None:
+def test_dev_is_a_fraction_of_train_and_each_seed_is_a_run(run_dir: Path, tmp_path: Path) -> None:
     rows = [f"{PLACES[i % 2].format(f'{i} islands')}\n" for i in range(24)]
     (tmp_path / "mine.csv").write_text("text,label\n" + "".join(rows))
-    asked = ("--train", str(tmp_path / "mine.csv"), "--dev-fraction", "0.25", "--seeds", "2", "--nproc", "1")
-    done = bert_dp("finetune", str(run_dir), *asked, "--run-dir", str(tmp_path), "schedule.epochs=1")
+    data = ("--train", str(tmp_path / "mine.csv"), "--dev-fraction", "0.25", "--seeds", "2", "--nproc", "1")
+    done = bert_dp("finetune", str(run_dir), *data, "--run-dir", str(tmp_path), "schedule.epochs=1")
     runs = [package.read_run(tmp_path / f"seed-{k}") for k in (0, 1)]
     assert [run.config.run.seed for run in runs] == [0, 1]
     assert runs[0].config.data.path == runs[1].config.data.path
@@ -80,9 +80,9 @@ REFUSED = {
     "dev twice": ((*OWN, "--dev-fraction", "0.1"), "--dev-fraction: "),
     "no data": ((), "--task: "),
     "task without data": (("--task", "RTE"), "--data: "),
-    "two kinds": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: "),
-    "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "no label 'label'"),
-    "dev alone": (("--dev", "dev.csv"), "--train: "),
+    "task and files": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: "),
+    "no column": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "no label 'label'"),
+    "dev without train": (("--dev", "dev.csv"), "--train: "),
     "unknown column": ((*OWN[:-1], "colour"), "colour"),
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
     "batch": ((*OWN, "batch.global_size=7"), "batch.global_size: 7 is not a multiple"),
@@ -91,7 +91,7 @@ REFUSED = {
     "other shape": ((*OWN, "model.num_layers=3"), "model.num_layers: 3, but run.init_from"),
     "another task's data": ((*OWN, "data.path=/x"), "data.path: "),
     "other weights": ((*OWN, "run.init_from=/x"), "run.init_from: "),
-    "a word": ((*OWN, "colour"), "colour: expected a setting a.b=value"),
+    "not a setting": ((*OWN, "colour"), "colour: expected a setting a.b=value"),
     "vocabulary": ((*OWN, "--init", "random", "model.vocab_size=60"), "model.vocab_size: 60"),
 }
 
@@ -100,9 +100,9 @@ REFUSED = {
 def test_bad_input_is_refused_before_anything_starts(
     name: str, run_dir: Path, files: Path, tmp_path: Path
 ) -> None:
-    arguments, told = REFUSED[name]
-    asked = ("finetune", str(run_dir), *arguments, "--run-dir", str(tmp_path / "run"))
-    assert told in refused(*asked, cwd=files)
+    arguments, message = REFUSED[name]
+    arguments = ("finetune", str(run_dir), *arguments, "--run-dir", str(tmp_path / "run"))
+    assert message in refused(*arguments, cwd=files)
     assert not (tmp_path / "run").exists()
 
 
@@ -110,26 +110,26 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
     bare = shutil.copytree(run_dir, tmp_path / "bare")
     for path in bare.rglob("tokenizer.json"):
         path.unlink()
-    told = f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"
+    message = f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"
     write_two_tasks(tmp_path / "glue")
     for arguments in (
         ("finetune", str(bare), *OWN),
         ("eval", "glue", str(bare), "--data", str(tmp_path / "glue")),
         ("predict", str(bare), "dev.csv", "--text", "sentence"),
     ):
-        said = refused(*arguments, cwd=files)
-        assert told in said or f"{bare}/checkpoints/step-00000003/tokenizer.json: No such file" in said
-        assert all(line.startswith("error: ") for line in said.splitlines())
+        errors = refused(*arguments, cwd=files)
+        assert message in errors or f"{bare}/checkpoints/step-00000003/tokenizer.json: No such file" in errors
+        assert all(line.startswith("error: ") for line in errors.splitlines())
 
 
-def test_a_run_that_is_none_is_refused(files: Path, tmp_path: Path) -> None:
-    for place, told in ((tmp_path / "none", "does not exist"), (files, "contains no checkpoint")):
-        assert told in refused("finetune", str(place), *OWN, cwd=files)
+def test_a_directory_without_a_run_is_refused(files: Path, tmp_path: Path) -> None:
+    for place, message in ((tmp_path / "none", "does not exist"), (files, "contains no checkpoint")):
+        assert message in refused("finetune", str(place), *OWN, cwd=files)
 
 
 def test_without_scikit_learn_nothing_starts(
     run_dir: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "sklearn")
-    said = refused("finetune", str(run_dir), *OWN, cwd=files)
-    assert "objective.name: scoring needs sklearn and scipy; `pip install " in said
+    errors = refused("finetune", str(run_dir), *OWN, cwd=files)
+    assert "objective.name: scoring needs sklearn and scipy; `pip install " in errors

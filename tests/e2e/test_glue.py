@@ -1,4 +1,4 @@
-"""`bert-dp eval glue` on a tiny run and two tiny tasks: killed, gone on with, its files."""
+"""Test `bert-dp eval glue` on a tiny run and two tiny tasks: resuming after a kill, and the result files."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ SETTINGS = ["precision=fp32", "compile=off", "finetune.head_size=8", "schedule.e
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of prepared examples."""
+    """Use an empty cache of prepared examples."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BERT_DP_CACHE", str(folder))
@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained run with checkpoints at steps 0 and 3."""
+    """Return a pretrained run with checkpoints at steps 0 and 3."""
     folder = tmp_path_factory.mktemp("pretrained") / "tiny"
     write_run(folder, tiny_config(), step=0)
     return write_run(folder, tiny_config())
@@ -45,7 +45,7 @@ def command(run: Path, data: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def out(run: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An evaluation that was killed after its first trial, and then went to its end."""
+    """Return an evaluation that was killed after its first trial and then completed."""
     where = tmp_path_factory.mktemp("evaluated") / "out"
     evaluation = command(run, data, where)
     killed = interrupted(evaluation, where, signal.SIGKILL, lambda: trials_done(where))
@@ -54,7 +54,7 @@ def out(run: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     before = trials_done(where)
     whole = bert_dp(*evaluation)
     assert "trials already done" in whole.stdout
-    assert before.items() <= trials_done(where).items(), "a whole trial was run again"
+    assert before.items() <= trials_done(where).items(), "a completed trial ran again"
     ended = [read_json(path)["status"] for path in where.glob("trials/*/summary.json")]
     assert ended == ["done"] * 4
     return where
@@ -66,32 +66,32 @@ def found(out: Path) -> dict[str, Any]:
 
 
 def started_from(out: Path, trial: dict[str, Any]) -> Any:
-    """Return the weights that a trial began with, by its own summary."""
+    """Return the initial weights of a trial as its summary records them."""
     return read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]
 
 
-def test_every_score_is_that_of_its_trials(found: dict[str, Any], out: Path) -> None:
+def test_every_score_is_computed_from_its_trials(found: dict[str, Any], out: Path) -> None:
     assert (found["status"], found["average"], found["ranks"]) == ("complete", None, 1)
     assert [task["task"] for task in found["tasks"]] == ["RTE", "WNLI"]
     for task in found["tasks"]:
-        told = [read_json(out / "trials" / t["trial"] / "summary.json") for t in task["trials"]]
-        scores = [summary["heldout"]["scores"]["dev/accuracy"] for summary in told]
+        summaries = [read_json(out / "trials" / t["trial"] / "summary.json") for t in task["trials"]]
+        scores = [summary["heldout"]["scores"]["dev/accuracy"] for summary in summaries]
         (score,) = task["scores"]
         assert score["seeds"] == scores
         assert score["median"] == statistics.median(scores)
-        assert [summary["step"] for summary in told] == [24 // 16] * 2
+        assert [summary["step"] for summary in summaries] == [24 // 16] * 2
         rows = read_lines(out / "trials" / task["trials"][0]["trial"] / "predictions.jsonl")
         dev = [row for row in rows if row["split"] == "dev"]
         right = sum(max((0, 1), key=row["logits"].__getitem__) == row["label"] for row in dev)
         assert scores[0] == pytest.approx(right / len(dev))
     rte = found["tasks"][0]
-    assert rte["scores"][0]["majority"] == 5 / 8  # `entailment` in the 8 examples of dev
+    assert rte["scores"][0]["majority"] == 5 / 8  # 5 of the 8 dev examples are `entailment`
     first = started_from(out, rte["trials"][0])
     assert {name: first[name] for name in ("checkpoint", "sha256")}.items() <= found["start"].items()
     assert found["left_out"]["CoLA"] == "no CoLA/train.tsv, CoLA/dev.tsv in --data"
 
 
-def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
+def test_a_completed_evaluation_runs_no_trial_again_and_has_a_page(
     run: Path, data: Path, out: Path, found: dict[str, Any], tmp_path: Path
 ) -> None:
     before = trials_done(out)
@@ -105,8 +105,8 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     assert "contains another evaluation (optim.lr" in refused(*command(run, data, out, "optim.lr=1e-4"))
 
 
-def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
-    """Also one that is not the newest: score against loss, checkpoint by checkpoint."""
+def test_an_older_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
+    """Users evaluate several checkpoints of a run to compare score and loss."""
     first = run / "checkpoints" / "step-00000000"
     out = tmp_path / "out"
     found = json.loads(bert_dp(*command(first, data, out, "--tasks=RTE", "--seeds=1", "--json")).stdout)
@@ -118,7 +118,7 @@ def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: P
     assert newest["files"]["model.safetensors"]["sha256"] != weights
 
 
-def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -> None:
+def test_a_dry_run_and_bad_input_start_nothing(run: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     accepted(*command(run, data, out, "--dry-run"))
     for more, line in (

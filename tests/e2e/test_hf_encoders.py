@@ -1,4 +1,4 @@
-"""From an encoder of transformers to continued pretraining, finetuning, predictions and back."""
+"""Continue pretraining from an encoder of transformers, finetune, predict, and export to transformers."""
 
 import csv
 import random
@@ -27,7 +27,7 @@ COLUMNS = "--text text --text-pair text_pair --out".split()
 
 
 def bert_tokenizer() -> Tokenizer:
-    """WordPiece in BERT's frame, which has token types."""
+    """Train a WordPiece tokenizer with BERT's special tokens and token types."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -37,7 +37,7 @@ def bert_tokenizer() -> Tokenizer:
 
 
 def roberta_tokenizer() -> Tokenizer:
-    """Byte-level BPE in RoBERTa's frame, which has two separators between texts."""
+    """Train a byte-level BPE tokenizer with RoBERTa's special tokens, two of which separate texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -49,7 +49,7 @@ def roberta_tokenizer() -> Tokenizer:
 
 
 def write_encoder(folder: Path, name: str, tokenizer: Tokenizer, **settings: Any) -> Path:
-    """A directory as transformers saves it, with weights that differ in each tensor."""
+    """Save an encoder with transformers after adding noise to every parameter."""
     config = getattr(transformers, f"{name}Config")(
         vocab_size=tokenizer.get_vocab_size(), **SIZES, **settings
     )
@@ -72,29 +72,29 @@ def write_table(path: Path) -> Path:
 
 
 def assert_predicts_as_transformers(exported: Path, lines: list[dict[str, Any]]) -> None:
-    """Of the texts themselves, through transformers' tokenizer."""
+    """Compare the predictions for PAIRS with those of transformers' model and tokenizer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(exported)
     inputs = tokenizer(*map(list, zip(*PAIRS, strict=True)), padding=True, return_tensors="pt")
     with torch.inference_mode():
         found = model(**inputs).logits.softmax(-1)
     names = [model.config.id2label[i] for i in range(2)]
-    ours = torch.tensor([[line["probabilities"][name] for name in names] for line in lines])
-    torch.testing.assert_close(ours, found, rtol=0, atol=2e-5)
-    assert ours.std(0).min() > 2e-4
+    expected = torch.tensor([[line["probabilities"][name] for name in names] for line in lines])
+    torch.testing.assert_close(expected, found, rtol=0, atol=2e-5)
+    assert expected.std(0).min() > 2e-4
 
 
-def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
+def test_a_bert_is_pretrained_further_finetuned_and_exported(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "bert", "Bert", bert_tokenizer(), max_length=9)
     write_files(tmp_path, {"corpus/part.txt": "\n".join(TEXTS)})
-    config = tmp_path / "more.yaml"  # of docs/export.md, with other names
+    config = tmp_path / "more.yaml"  # the example of docs/export.md with other names
     page = (Path(__file__).parents[2] / "docs/export.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     named = block.replace("bert-base-uncased", str(folder)).replace("corpus/*", f"{tmp_path}/corpus/*")
     config.write_text(f"{named}data.build: {{max_tokens_per_char: 0, held_out_fraction: 0.2}}\n")
     run, table = tmp_path / "run", write_table(tmp_path / "pairs.csv")
-    said = bert_dp("train", str(config), *SETTINGS, SHORT, "--nproc", "2", "--run-dir", str(run)).stdout
-    assert "not loaded, because the model has no such tensors: " in said
+    output = bert_dp("train", str(config), *SETTINGS, SHORT, "--nproc", "2", "--run-dir", str(run)).stdout
+    assert "not loaded, because the model has no such tensors: " in output
     keys = [f"encoder.layer.{i}.attention.self.key.bias" for i in range(2)]
     init = read_json(run / "summary.json")["init_from"]
     assert (init["tensors"], init["dropped"]) == (init["of"], keys)
@@ -117,14 +117,14 @@ def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
     assert read_json(out / "config.json")["max_position_embeddings"] == 66
     assert_predicts_as_transformers(out, read_lines(predicted))
     accepted("predict", str(out), str(table), *COLUMNS, str(tmp_path / "again.jsonl"))
-    for ours, theirs in zip(read_lines(predicted), read_lines(tmp_path / "again.jsonl"), strict=True):
-        assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-4)
+    for expected, found in zip(read_lines(predicted), read_lines(tmp_path / "again.jsonl"), strict=True):
+        assert expected["probabilities"] == pytest.approx(found["probabilities"], abs=1e-4)
     accepted("export", "check", str(out), "--run", str(tuned))
     assert "data.sequence_length: 67" in refused("train", str(config), *SETTINGS, "data.sequence_length=67")
     assert "model.num_layers: 3, but" in refused("train", str(config), *SETTINGS, "model.num_layers=3")
 
 
-def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
+def test_a_roberta_is_finetuned_without_pretraining(tmp_path: Path) -> None:
     settings = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
     folder = write_encoder(tmp_path / "roberta", "Roberta", roberta_tokenizer(), **settings)
     table, tuned, out = write_table(tmp_path / "pairs.csv"), tmp_path / "tuned", tmp_path / "out"
@@ -149,4 +149,6 @@ def test_an_encoder_is_evaluated_on_glue(tmp_path: Path) -> None:
     ((trial,),) = [task["trials"] for task in glue["tasks"]]
     start = read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]
     assert (glue["status"], trial["status"], start["tensors"]) == ("complete", "ok", 31)
-    assert {name.partition(".")[0] for name in start["dropped"]} == {"cls", "encoder"}, "head and key biases"
+    assert {name.partition(".")[0] for name in start["dropped"]} == {"cls", "encoder"}, (
+        "not only head and key biases"
+    )

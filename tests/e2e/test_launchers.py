@@ -1,4 +1,4 @@
-"""torchrun, accelerate and deepspeed start the same ranks with the same behaviour; so does a shell."""
+"""Check that ranks behave alike if torchrun, accelerate, deepspeed or a shell starts them."""
 
 import contextlib
 import importlib.util
@@ -22,11 +22,11 @@ from launcher.run.starters import LAUNCHERS, launcher_problem
 from launcher.watch.failure import NO_CAUSE
 from tests.e2e.cli import (
     begin,
-    go_on,
     here,
     members,
     processes_of,
     refused,
+    resume_run,
     step_reached,
     train,
     wait_for,
@@ -36,7 +36,7 @@ from tests.helpers import read_json
 
 
 def tool(name: str, *more: str) -> Any:
-    """A launcher as a parameter, skipped where its package is not installed."""
+    """Return a launcher as a test parameter that is skipped if its package is not installed."""
     lacks = name != "torchrun" and importlib.util.find_spec(name) is None
     return pytest.param(name, *more, marks=pytest.mark.skipif(lacks, reason=f"{name} is not installed"))
 
@@ -46,7 +46,7 @@ EAGER = ("schedule.steps=100000", "compile=off")
 
 
 def with_site(folder: Path, code: str) -> str:
-    """PYTHONPATH with a module that every Python process runs at its start."""
+    """Write a sitecustomize.py, which every Python process runs at its start, and return the PYTHONPATH."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(code)
     return os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", str(Path.cwd()))])
@@ -54,7 +54,7 @@ def with_site(folder: Path, code: str) -> str:
 
 @contextlib.contextmanager
 def running(run_dir: Path, launcher: str, shards: Path) -> Iterator[subprocess.Popen[str]]:
-    """A long run that has reached its third step."""
+    """Start a long run and wait for its third step."""
     process = begin(shards, run_dir, *EAGER, options=("--launcher", launcher))
     try:
         wait_for(lambda: step_reached(run_dir, 3)() or process.poll() is not None, seconds=150)
@@ -66,8 +66,8 @@ def running(run_dir: Path, launcher: str, shards: Path) -> Iterator[subprocess.P
 
 
 @pytest.mark.parametrize("launcher", TOOLS[1:])
-def test_sigkill_of_our_launcher_leaves_no_process(run_dir: Path, shards: Path, launcher: str) -> None:
-    """Of torchrun: row 4 of the fault table."""
+def test_sigkill_of_the_launcher_leaves_no_process(run_dir: Path, shards: Path, launcher: str) -> None:
+    """Row 4 of the fault table tests the same with torchrun."""
     with running(run_dir, launcher, shards) as process:
         assert len(members(run_dir)) == (4 if launcher == "deepspeed" else 3)
         process.kill()
@@ -76,8 +76,8 @@ def test_sigkill_of_our_launcher_leaves_no_process(run_dir: Path, shards: Path, 
 
 
 @pytest.mark.parametrize("launcher", TOOLS[2:])
-def test_a_stop_signal_to_the_tool_alone_checkpoints_too(run_dir: Path, shards: Path, launcher: str) -> None:
-    """deepspeed's runner has no handler and dies of it at once."""
+def test_a_stop_signal_to_the_tool_saves_a_checkpoint(run_dir: Path, shards: Path, launcher: str) -> None:
+    """deepspeed's runner has no handler, so the signal ends it at once."""
     with running(run_dir, launcher, shards) as process:
         children = psutil.Process(process.pid).children()
         (runner,) = [child for child in children if "deepspeed.launcher.runner" in child.cmdline()]
@@ -101,7 +101,7 @@ def test_an_unknown_launcher_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-BY_HAND = (  # one rank of three each
+BY_HAND = (  # environment variables of each of three ranks
     {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"},
     {
         "SLURM_PROCID": "1",
@@ -127,17 +127,17 @@ def free_port() -> str:
 
 @contextlib.contextmanager
 def by_hand(config: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Three ranks, each told its place by another program's variables."""
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    """Start three ranks, each with the environment variables of a different program."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "bert_dp.worker", str(config)],
-            env={**os.environ, **meet, **place},
+            env={**os.environ, **address, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for place in BY_HAND
+        for variables in BY_HAND
     ]
     try:
         yield ranks
@@ -156,22 +156,22 @@ def test_ranks_started_by_hand_stop_at_a_signal_and_name_a_failure(run_dir: Path
             assert "in use by another run" in refused("train", "--run-dir", str(run_dir), "--nproc", "1")
             for process in ranks[victims]:  # a batch system signals every process
                 process.send_signal(number)
-            said = [process.communicate(timeout=120)[0] for process in ranks]
+            outputs = [process.communicate(timeout=120)[0] for process in ranks]
             codes = [process.returncode for process in ranks]
         wait_for(lambda: not processes_of(run_dir), seconds=60)
         summary = read_json(run_dir / "summary.json")
         if number == signal.SIGTERM:
-            assert codes == [0, 0, 0], said
+            assert codes == [0, 0, 0], outputs
             assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", number, 3)
-            assert re.search(r"^step 3 \|", said[0], re.MULTILINE)
-            assert f"page: {run_dir / 'report.html'}" in said[0]
-            assert said[1:] == ["", ""]
+            assert re.search(r"^step 3 \|", outputs[0], re.MULTILINE)
+            assert f"page: {run_dir / 'report.html'}" in outputs[0]
+            assert outputs[1:] == ["", ""]
         else:
-            assert codes == [-number, 1, 1], said
+            assert codes == [-number, 1, 1], outputs
             failed = summary["failure"]
             assert (summary["status"], failed["rank"]) == ("failed", 0)
             assert failed["message"] == f"ended {NO_CAUSE}"
-            assert "failed: rank 0" in said[0]
+            assert "failed: rank 0" in outputs[0]
         assert summary["spent"]["seconds"] > 0
         (run_dir / "report.html").unlink()
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | BY_HAND[1]
@@ -182,8 +182,8 @@ def test_ranks_started_by_hand_stop_at_a_signal_and_name_a_failure(run_dir: Path
     assert "Traceback" not in lost.stderr
 
 
-def test_a_run_that_torchrun_starts_is_a_run_of_ours(tmp_path: Path, shards: Path) -> None:
-    """As the documentation says it: the same numbers and files; every verb takes it."""
+def test_a_run_started_by_torchrun_equals_a_run_of_the_launcher(tmp_path: Path, shards: Path) -> None:
+    """The documented command writes the same numbers and files, and other verbs accept the run."""
     page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
     (command,) = re.findall(r"^torchrun (.*)$", page, re.MULTILINE)
     settings = "compile=off log.to=[tensorboard]"
@@ -193,13 +193,13 @@ def test_a_run_that_torchrun_starts_is_a_run_of_ours(tmp_path: Path, shards: Pat
     run = [sys.executable, "-P", "-m", "torch.distributed.run", *words]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    run_dir, ours = tmp_path / "run", tmp_path / "ours"
+    run_dir, launched = tmp_path / "run", tmp_path / "launched"
     kept = f"cp --recursive --target-directory='{tmp_path}'"
-    train(shards, ours, settings, options=("--after-save", kept))
-    assert metrics(run_dir) == metrics(ours)
-    assert {p.name for p in ours.iterdir()} == {p.name for p in run_dir.iterdir()}
-    assert (ours / "config.yaml").read_text() == (run_dir / "config.yaml").read_text()
-    folders = (run_dir / "checkpoints", ours / "checkpoints", tmp_path)
+    train(shards, launched, settings, options=("--after-save", kept))
+    assert metrics(run_dir) == metrics(launched)
+    assert {p.name for p in launched.iterdir()} == {p.name for p in run_dir.iterdir()}
+    assert (launched / "config.yaml").read_text() == (run_dir / "config.yaml").read_text()
+    folders = (run_dir / "checkpoints", launched / "checkpoints", tmp_path)
     weights = [(folder / "step-00000002/model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1] == weights[2]
     for word in ("step 2 |", f"page: {run_dir / 'report.html'}", "tensorboard: "):
@@ -207,7 +207,7 @@ def test_a_run_that_torchrun_starts_is_a_run_of_ours(tmp_path: Path, shards: Pat
     assert (api.read_run(run_dir).summary or Summary(status="failed")).world_size == 2
     sent = here("report", str(run_dir), "--log-to", "tensorboard")
     assert sent.returncode == 0, sent.stderr
-    go_on(run_dir, "schedule.steps=4", nproc=2)
+    resume_run(run_dir, "schedule.steps=4", nproc=2)
     assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
 
 

@@ -1,4 +1,4 @@
-"""The memory that a dry run estimates beside the peak of the run itself."""
+"""Compare the memory estimate of a dry run with the peak memory of the run."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.helpers import read_json
 from tests.shards import write_shards
 
 VOCABULARY = {"quickstart": 4096, "small-text": 8192}
-WITHIN = 0.2  # of the peak
+MAX_ERROR = 0.2  # fraction of the peak
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ def test_a_dry_run_estimates_the_peak_memory_of_a_cpu_rank(
     shards = write_shards(tmp_path / "shards", vocab_size=VOCABULARY[config], length=128, train=256)
     settings = f"data.path={shards} schedule.steps=3 run.device=cpu compile=off precision={precision}"
     run = ("train", config, *settings.split(), f"--nproc={ranks}", "--run-dir", str(tmp_path / "run"))
-    said = accepted(*run, "--dry-run")
-    estimate = re.search(r"^memory  about ([\d.]+) GiB per rank", said, re.MULTILINE)
-    assert estimate is not None, said
+    output = accepted(*run, "--dry-run")
+    estimate = re.search(r"^memory  about ([\d.]+) GiB per rank", output, re.MULTILINE)
+    assert estimate is not None, output
     bert_dp(*run, timeout=600)
     peak_gib = read_json(tmp_path / "run" / "summary.json")["peak_memory_gib"]
-    assert float(estimate[1]) == pytest.approx(peak_gib, rel=WITHIN)
+    assert float(estimate[1]) == pytest.approx(peak_gib, rel=MAX_ERROR)

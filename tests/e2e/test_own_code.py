@@ -1,5 +1,5 @@
-"""Code of the user at one seam: the examples of docs/own-code.md on 1 and 2 ranks, what is refused without
---allow-code, and what never executes it."""
+"""Run the user's own code of docs/own-code.md on 1 and 2 ranks. The code is refused without --allow-code,
+and verbs that only read a run never execute it."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ MORE = ("schedule.steps=4", "schedule.name=constant", "optim.lr=1e-3", "precisio
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two examples as files, a text, and a run of each on one and on two ranks."""
+    """Write both examples and a text to a folder, and train each example on one and on two ranks."""
     folder = tmp_path_factory.mktemp("own")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-code.md").read_text(), re.DOTALL)
     for name, block in zip(NAMES, blocks, strict=True):
@@ -45,31 +45,31 @@ def words(run: str) -> list[str]:
 
 
 @pytest.mark.parametrize("run", ["lion", "byte"])
-def test_two_ranks_train_what_one_trains(place: Path, run: str) -> None:
+def test_two_ranks_train_the_model_of_one(place: Path, run: str) -> None:
     one, two = (api.read_run(place / f"{run}-{n}") for n in (1, 2))
     for name in ("loss", "grad_norm"):
         assert logged(one.directory, name) == pytest.approx(logged(two.directory, name), rel=1e-9)
     assert [line["loss"] for line in one.evals] == pytest.approx(
         [line["loss"] for line in two.evals], rel=1e-9
     )
-    assert max(logged(one.directory, "grad_norm")) > 0.5  # clipping mattered
+    assert max(logged(one.directory, "grad_norm")) > 0.5  # gradients are clipped
     assert one.summary.mfu is None
 
 
 @pytest.mark.parametrize(("run", "setting"), [("lion", "optim.name"), ("byte", "task")])
-def test_code_is_run_only_where_it_is_allowed_and_the_same(
+def test_own_code_runs_only_if_allowed_and_unchanged(
     place: Path, tmp_path: Path, run: str, setting: str
 ) -> None:
-    """By an argument, a YAML file, a run directory; and its hash is kept."""
+    """An argument, a YAML file or a run directory names the code; the run records its hash."""
     new = ("--run-dir", str(tmp_path / "new"))
     wanted = f"{setting}: "
     assert refused(*words(run), *new, cwd=place).startswith(f"error: {wanted}")
     (tmp_path / "own.yaml").write_text((place / f"{run}-1/config.yaml").read_text())
-    for asked in (
+    for arguments in (
         ("train", str(tmp_path / "own.yaml"), *new),
         ("train", "--run-dir", str(place / f"{run}-1")),
     ):
-        assert "--allow-code" in refused(*asked)
+        assert "--allow-code" in refused(*arguments)
     assert "--allow-code" in refused("scale", str(tmp_path / "own.yaml"), "--nproc", "1", "--dry-run")
     assert not (tmp_path / "new").exists()
     (hashed,) = read_json(place / f"{run}-1/environment.json")["worker"]["code"].items()
@@ -91,7 +91,7 @@ def test_code_is_run_only_where_it_is_allowed_and_the_same(
     assert api.read_run(place / f"{run}-2").summary.step == 6
 
 
-def test_what_reads_a_run_never_imports_code(place: Path, tmp_path: Path) -> None:
+def test_verbs_that_read_a_run_never_import_own_code(place: Path, tmp_path: Path) -> None:
     texts = {name: (place / name).read_text() for name in NAMES}
     (tmp_path / "lines.txt").write_text("the crew\n")
     try:
@@ -121,15 +121,15 @@ def test_what_reads_a_run_never_imports_code(place: Path, tmp_path: Path) -> Non
         ("task=nowhere.py:Task", "task"),
     ],
 )
-def test_what_does_not_go_with_own_code(tmp_path: Path, settings: str, setting: str) -> None:
+def test_invalid_settings_of_own_code_are_refused(tmp_path: Path, settings: str, setting: str) -> None:
     for name in NAMES:
         (tmp_path / name).write_text("def make(): ...\nclass Task: ...\n")
-    said = refused("train", *settings.split(), "--allow-code", "--nproc", "2", "--dry-run", cwd=tmp_path)
-    assert said.startswith(f"error: {setting}")
+    errors = refused("train", *settings.split(), "--allow-code", "--nproc", "2", "--dry-run", cwd=tmp_path)
+    assert errors.startswith(f"error: {setting}")
 
 
 @pytest.mark.quick
-def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused() -> None:
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused() -> None:
     import torch
 
     from bert_dp.optim import check_steps
@@ -145,7 +145,7 @@ def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused() -> None:
     check_steps(optimizer)
     optimizer.found_inf = torch.ones(())
     optimizer.grad_scale = torch.ones(())
-    optimizer.step()  # skipped
+    optimizer.step()  # skips the step
     assert not optimizer.state
     optimizer.found_inf = torch.zeros(())
     with pytest.raises(ConfigError, match=r"optim\.name"):

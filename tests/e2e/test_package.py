@@ -1,4 +1,4 @@
-"""The wheel: built, installed into an empty environment, and run from there."""
+"""Build the wheel, install it into an empty environment, and train with it."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.e2e.cli import TINY
 from tests.e2e.test_readme import ROOT
 from tests.helpers import read_json
 
-pytest.importorskip("hatchling", reason="builds the wheel without network")
+pytest.importorskip("hatchling", reason="hatchling builds the wheel")
 
 
 def pip(verb: str, *words: str) -> None:
@@ -27,11 +27,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_wheel_trains_in_an_environment_that_has_nothing_else_of_ours(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains_without_the_source_tree(wheel: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
     (site,) = venv.glob("lib/python3*/site-packages")
-    # torch and the rest come from here; an editable bert-dp does not, as .pth files in there are not read
+    # makes torch and other dependencies importable but not an editable bert-dp: .pth files there are ignored
     (site / "dependencies.pth").write_text(
         "\n".join(path for path in sys.path if path.endswith("site-packages"))
     )
@@ -52,7 +52,7 @@ def test_a_wheel_trains_in_an_environment_that_has_nothing_else_of_ours(wheel: P
     assert bert_dp("configs", "slurm.sbatch") == (ROOT / "configs/slurm.sbatch").read_text()
 
 
-def test_the_package_page_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+def test_every_link_of_the_package_page_is_absolute(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         page = archive.read(name).decode()

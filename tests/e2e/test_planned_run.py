@@ -1,4 +1,4 @@
-"""A run that was planned from a measured one: its text and its page show what was predicted of it."""
+"""Plan a run from a measured run and check that its output and its page show the predictions."""
 
 import json
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 HOURS = 0.002
 
 
-def test_a_planned_run_shows_measured_beside_predicted(tmp_path: Path, shards: Path) -> None:
+def test_a_planned_run_shows_measured_and_predicted_values(tmp_path: Path, shards: Path) -> None:
     settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=20", "log.every_steps=10"]
     (tmp_path / "tiny.yaml").write_text(dump_config(load_config(find_config("quickstart"), settings)))
     results.write(tmp_path / "frontier.json", own_fit())

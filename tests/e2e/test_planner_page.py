@@ -1,4 +1,4 @@
-"""The planner's page in a browser: its script computes what `bert-dp plan` does, offline, by its address."""
+"""Check in a browser that the planner's page computes the same as `bert-dp plan`, without a network."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def written(path: Path, with_law: bool) -> dict:
     return data
 
 
-def asked(draw: random.Random, devices: list[str]) -> dict:
+def random_inputs(draw: random.Random, devices: list[str]) -> dict:
     return {
         "unit": draw.choice(("hours", "dollars", "kwh")),
         "amount": 10 ** draw.uniform(-1, 5),
@@ -65,10 +65,10 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
 
 
 @pytest.mark.parametrize("with_law", [True, False])
-def test_the_script_computes_what_python_does(browser: Browser, tmp_path: Path, with_law: bool) -> None:
+def test_the_script_computes_the_same_as_python(browser: Browser, tmp_path: Path, with_law: bool) -> None:
     data = written(tmp_path / "plan.html", with_law)
     fit, rates, draw = own_fit() if with_law else None, {}, random.Random(0)
-    states = [asked(draw, list(data["devices"])) for _ in range(500)]
+    states = [random_inputs(draw, list(data["devices"])) for _ in range(500)]
     browser.open(tmp_path / "plan.html")
     answers = browser.evaluate(f"{json.dumps(states)}.map(plan)")
     assert browser.errors == []
@@ -85,7 +85,7 @@ def test_the_script_computes_what_python_does(browser: Browser, tmp_path: Path, 
     assert 0 < refused < 250
 
 
-def test_the_address_is_the_answer(browser: Browser, tmp_path: Path) -> None:
+def test_the_address_restores_the_answer(browser: Browser, tmp_path: Path) -> None:
     written(tmp_path / "plan.html", with_law=True)
     browser.open(tmp_path / "plan.html")
     browser.evaluate(

@@ -1,5 +1,5 @@
-"""bert-dp from Python with real ranks: what a call returns, leaves and raises, also when it is interrupted or
-killed; the page about it and its notebook, executed at tiny size."""
+"""Call bert-dp from Python with real ranks, interrupt and kill the caller, and run the code of docs/python.md
+and of the notebook at tiny size."""
 
 import ast
 import contextlib
@@ -32,7 +32,7 @@ WORDS = "returns the of list a string object when if it is given with all items 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Settings that shrink any run to seconds, on a small text with its own tokenizer; the budget stays."""
+    """Return settings, without a budget, that shrink any run to seconds on a small text."""
     folder = tmp_path_factory.mktemp("text")
     words = random.Random(0)
     text = "\n\n".join(" ".join(words.choices(WORDS, k=60)) + f" number {i}" for i in range(400))
@@ -52,12 +52,12 @@ def run_script(folder: Path) -> Done:
 
 
 def process_state() -> tuple[Any, ...]:
-    """What a call must leave as it was."""
+    """Return the state of this process that a call must not change."""
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
     return (handlers, os.sched_getaffinity(0), dict(os.environ), Path.cwd())
 
 
-def test_a_run_in_a_thread_and_its_model(
+def test_a_run_trains_in_a_thread_and_its_model_is_loaded(
     tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
@@ -68,7 +68,7 @@ def test_a_run_in_a_thread_and_its_model(
         ).result()
         assert process_state() == before
         (tmp_path / "mine").touch()
-        assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o664  # our umask
+        assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o664  # the umask of this process
     assert open_to_others(path) == []
     assert (run.summary.status, run.summary.world_size) == ("done", 2)
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
@@ -94,7 +94,7 @@ def test_a_run_in_a_thread_and_its_model(
 
     again = bert_dp.train(run_dir=path, nproc=1, settings={"schedule": {"steps": 8}})
     assert [line["step"] for line in again.metrics] == list(range(1, 9))
-    assert run.metrics[-1]["step"] == 6, "a Run does not change"
+    assert run.metrics[-1]["step"] == 6, "a Run must not change"
 
 
 OWN_LAUNCHER = """
@@ -103,7 +103,7 @@ import bert_dp
 seen = []
 def on_log(line):
     seen.append(line["step"])
-    raise ValueError("of the caller")
+    raise ValueError("raised by the caller")
 small = json.load(open("small.json"))
 (part,) = small.pop("data.sources")
 shards = bert_dp.build_data(
@@ -134,7 +134,7 @@ print(json.dumps({
 """
 
 
-def test_every_function_beside_a_launcher_of_the_users(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_every_function_works_next_to_a_users_launcher_module(tmp_path: Path, small: dict[str, Any]) -> None:
     write_files(
         tmp_path,
         {
@@ -147,23 +147,23 @@ def test_every_function_beside_a_launcher_of_the_users(tmp_path: Path, small: di
     )
     done = run_script(tmp_path)
     assert not (tmp_path / "executed").exists()
-    told = json.loads(done.stdout)  # quiet: nothing else is printed
-    assert told["seen"] == [1, 2, 3]
-    assert done.stderr.count("ValueError: of the caller") == 1
-    assert 0 < told["train"] < 10
-    assert told["steps"] == 3
-    assert 0 < told["evaluate"] < 10
-    assert 0 <= told["finetune"]["dev/accuracy"] <= 1
-    assert told["pairs"] == [["encoding", "index"]] * 2
-    assert set(told["labels"]) <= {"a", "b"}
-    assert (told["export"], told["rows"]) == ("onnx", ["tuned"])
-    assert told["data"] > 100
-    assert told["places"] == ["shards", "a", "tuned", "a", "tuned", "exported"]
+    results = json.loads(done.stdout)  # quiet: nothing else is printed
+    assert results["seen"] == [1, 2, 3]
+    assert done.stderr.count("ValueError: raised by the caller") == 1
+    assert 0 < results["train"] < 10
+    assert results["steps"] == 3
+    assert 0 < results["evaluate"] < 10
+    assert 0 <= results["finetune"]["dev/accuracy"] <= 1
+    assert results["pairs"] == [["encoding", "index"]] * 2
+    assert set(results["labels"]) <= {"a", "b"}
+    assert (results["export"], results["rows"]) == ("onnx", ["tuned"])
+    assert results["data"] > 100
+    assert results["places"] == ["shards", "a", "tuned", "a", "tuned", "exported"]
 
 
-def test_twenty_losses_are_those_of_plain_torch(tmp_path: Path, small: dict[str, Any]) -> None:
-    """docs/definitions.md in a dozen lines: order, ramp, schedule, loss, clipping and AdamW, in fp64, from
-    the weights at step 0. Nothing of the loop, the engine or the optimizer is called."""
+def test_twenty_steps_match_plain_torch(tmp_path: Path, small: dict[str, Any]) -> None:
+    """Recompute loss, clipping, schedule and AdamW in fp64 as docs/definitions.md defines them, from the
+    weights at step 0 and `bert_dp.batches`, without the training loop, the engine and the optimizer."""
     settings = {key: value for key, value in small.items() if not key.startswith("batch.")} | {
         "schedule": {"steps": 20, "name": "linear", "warmup_fraction": 0.1},
         "batch": {"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 4},
@@ -172,7 +172,7 @@ def test_twenty_losses_are_those_of_plain_torch(tmp_path: Path, small: dict[str,
     }
     run = bert_dp.train("quickstart", nproc=2, settings=settings, run_dir=tmp_path / "run")
     assert len({line["global_batch"] for line in run.metrics}) == 4
-    assert max(line["grad_norm"] for line in run.metrics) > 1.0  # so that clipping matters
+    assert max(line["grad_norm"] for line in run.metrics) > 1.0  # so that gradients are clipped
 
     model, _ = bert_dp.load(run.directory / "checkpoints/step-00000000")
     first, second = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
@@ -208,7 +208,7 @@ SCRIPT = """
 import signal, sys
 import bert_dp
 print("this script has begun", flush=True)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
 handlers = [signal.getsignal(n) for n in range(1, 32)]
 try:
     bert_dp.train({arguments})
@@ -220,7 +220,7 @@ except KeyboardInterrupt as error:
 
 @contextlib.contextmanager
 def begin(folder: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A script without a __main__ guard, whose endless run has begun to step; killed at the end."""
+    """Start a script without a __main__ guard that trains endlessly, and kill it on exit."""
     endless = {**settings, "schedule.steps": 1_000_000, "compile": "off"}
     arguments = f"'quickstart', nproc=2, settings={endless!r}, run_dir={str(folder / 'run')!r}"
     (folder / "script.py").write_text(SCRIPT.format(arguments=arguments))
@@ -238,13 +238,13 @@ def begin(folder: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[s
 def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: dict[str, Any]) -> None:
     with begin(tmp_path, small) as process:
         groups = {os.getpgid(child.pid) for child in psutil.Process(process.pid).children(recursive=True)}
-        assert process.pid not in groups  # else the verb would hear the same interrupt twice, and end at once
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook's server do
-        said, _ = process.communicate(timeout=120)
+        assert process.pid not in groups  # otherwise the verb would get the interrupt twice and end at once
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook's server send it
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert said.count("this script has begun") == 1
-    assert re.search(r"^SIGINT: stopping", said, re.MULTILINE)
-    assert said.splitlines()[-1].startswith("interrupted: stopped; the same call with run_dir=")
+    assert output.count("this script has begun") == 1
+    assert re.search(r"^SIGINT: stopping", output, re.MULTILINE)
+    assert output.splitlines()[-1].startswith("interrupted: stopped; the same call with run_dir=")
     run = bert_dp.read_run(tmp_path / "run")
     assert (run.summary.status, run.summary.exit_code) == ("stopped", 130)
     assert run.checkpoint == tmp_path / f"run/checkpoints/step-{run.summary.step:08d}"
@@ -252,7 +252,7 @@ def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: di
     assert_none_left(tmp_path / "run")
 
 
-def test_a_kernel_that_is_killed_leaves_no_process(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_a_killed_caller_leaves_no_process(tmp_path: Path, small: dict[str, Any]) -> None:
     with begin(tmp_path, small) as process:
         process.kill()
         process.communicate()
@@ -266,21 +266,21 @@ def shrunk(config=None, *, settings, nproc="auto", **options):
     given = settings if config is None else {{**{small!r}, **settings}}
     return whole(config, nproc=1, settings=given, **options)
 bert_dp.train = shrunk
-"""  # what a test puts before the code of the docs
+"""  # runs before the code of the documentation
 
 
-def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> None:
+def test_the_python_code_of_the_documentation_runs(tmp_path: Path, small: dict[str, Any]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
     assert len(blocks) == 7
     shutil.copy(small["data.sources"][0], tmp_path / "text.txt")
     (tmp_path / "script.py").write_text("\n".join([SHRUNK.format(small=small), *blocks]))
     done = run_script(tmp_path)
-    assert re.search(r"^schedule\.stepz: .*schedule\.steps\b", done.stdout, re.MULTILINE)  # what it shows
+    assert re.search(r"^schedule\.stepz: .*schedule\.steps\b", done.stdout, re.MULTILINE)  # as on the page
     run = bert_dp.read_run(tmp_path / "runs/python")
-    assert run.metrics[-1]["step"] == 40  # it went on
+    assert run.metrics[-1]["step"] == 40  # the run was resumed
     *_, words = (line for line in done.stdout.splitlines() if line.startswith("["))
-    assert len(ast.literal_eval(words)) == 5  # for the mask
-    assert done.stdout.splitlines()[-4:] == ["torch.Size([2, 16]) torch.Size([8])"] * 4  # of 8 sequences
+    assert len(ast.literal_eval(words)) == 5  # candidates for the mask
+    assert done.stdout.splitlines()[-4:] == ["torch.Size([2, 16]) torch.Size([8])"] * 4  # 8 sequences
 
 
 def test_the_notebook_runs(tmp_path: Path, small: dict[str, Any]) -> None:
@@ -288,14 +288,14 @@ def test_the_notebook_runs(tmp_path: Path, small: dict[str, Any]) -> None:
     import nbformat
 
     notebook = nbformat.read(ROOT / "docs/first-run.ipynb", as_version=4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "its outputs are cleared"
+    assert all(not cell.get("outputs") for cell in notebook.cells), "the notebook must contain no outputs"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(SHRUNK.format(small=small)))
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    said = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    lines = "".join(output.get("text", "") for output in said)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    lines = "".join(output.get("text", "") for output in outputs)
     assert "step 1 |" in lines
     assert "Done after step" in lines
-    assert "\x1b" not in lines  # no bar, which needs a terminal
-    assert len(ast.literal_eval(said[-1]["data"]["text/plain"])) == 5
+    assert "\x1b" not in lines  # no progress bar without a terminal
+    assert len(ast.literal_eval(outputs[-1]["data"]["text/plain"])) == 5
     assert bert_dp.read_run(tmp_path / "runs/notebook").report is not None

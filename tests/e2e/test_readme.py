@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/ runs, at tiny size; every file, target and configuration exists."""
+"""Run every command of README.md and docs/ at tiny size, and check that files and targets in them exist."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ PAGES = (
     "training evaluating finetuning export data definitions engines scaling tuning planning failures python "
     "files benchmarks logging cluster"
 ).split()
-# pages whose commands other tests run, or that have none
+# pages without commands, and pages whose commands other tests run
 OTHER_PAGES = [
     str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in PAGES
 ]
@@ -28,7 +28,7 @@ TEXTS = {
     **{f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES},
 }
 COMMANDS = list(
-    dict.fromkeys(  # in the order in which a reader meets them, each once
+    dict.fromkeys(  # each command once, in the order of the pages
         line.partition("#")[0].strip()
         for text in TEXTS.values()
         for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
@@ -46,9 +46,9 @@ SMALLER = {
     "eval glue": ["--dry-run"],  # test_glue.py runs it
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.held_out_fraction=0.1"],
 }
-# options of `train` that other tests run with
+# options of `train` that other tests use in real runs
 DRY = ("--profile", "--max-restarts", "--after-save", "log.to=")
-# a corpus in the working directory, so that the commands run as they are written
+# words of a corpus in the working directory, so that the documented commands run unchanged
 WORDS = (
     "the crew of the old ship sailed past seven grey islands while rain fell on every quiet harbour and "
     "nobody on shore saw the lamp that burned below deck"
@@ -64,7 +64,7 @@ def write_corpus(folder: Path) -> None:
 
 
 def smaller(command: str, folder: Path) -> list[str]:
-    """The command's arguments at tiny size: its globs expanded, its budget a few steps."""
+    """Return the command's arguments at tiny size, with a budget of a few steps and expanded globs."""
     words = shlex.split(command)[1:]
     verb = next((name for name in SMALLER if " ".join(words).startswith(name)), "")
     if verb == "train":
@@ -73,17 +73,17 @@ def smaller(command: str, folder: Path) -> list[str]:
     words = [word for group in files for word in group]
     builds = words[0] in ("train", "scale", "tune") or words[:2] == ["data", "build"]
     if builds and "data.path=shards" not in words:
-        words += ["data.build.max_tokens_per_char=0"]  # so few words make many tokens
+        words += ["data.build.max_tokens_per_char=0"]  # a small vocabulary splits words into many tokens
     more = list(SMALLER.get(verb, []))
     if verb == "train":
-        steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: goes on
+        steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: resumes a run
         dry = any(word.startswith(DRY) for word in words)
         more += ["--set", f"schedule.steps={steps}", *["--dry-run"] * dry]
     return [*words, *more]
 
 
 def stand_in(arguments: list[str], folder: Path) -> None:
-    """What a command that ran dry would have left, where later ones read it."""
+    """Write the files that later commands read, because a dry run does not write them."""
     if arguments[0] == "scale":
         out = folder / arguments[arguments.index("--out") + 1]
         out.mkdir(parents=True)
@@ -92,15 +92,15 @@ def stand_in(arguments: list[str], folder: Path) -> None:
         shutil.copytree(folder / "runs/first", folder / "runs/logged")
 
 
-def test_commands_run_in_order(tmp_path: Path) -> None:
+def test_documented_commands_run_in_order(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     write_two_tasks(tmp_path / "glue")
     for name in ("train", "dev"):
         rows = [f"the {WORDS[i]},{('sea', 'land')[i % 2]}" for i in range(20)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["body,topic", *rows]))
-    ours = [command for command in COMMANDS if command.startswith("bert-dp ")]
-    assert len(ours) >= 15
-    for command in ours:
+    documented = [command for command in COMMANDS if command.startswith("bert-dp ")]
+    assert len(documented) >= 15
+    for command in documented:
         arguments = smaller(command, tmp_path)
         done = here(*arguments, cwd=tmp_path, BERT_DP_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -110,7 +110,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_make_targets_exist() -> None:
+def test_documented_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {target for text in TEXTS.values() for target in re.findall(r"`make ([\w-]+)", text)}
     targets = named | {command.split()[1] for command in COMMANDS if command.startswith("make ")}
@@ -123,7 +123,7 @@ def test_make_targets_exist() -> None:
 @pytest.mark.parametrize(
     "name", [*TEXTS, *OTHER_PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 )
-def test_documents_name_only_what_exists(name: str) -> None:
+def test_documents_name_only_existing_files(name: str) -> None:
     text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([\w./-]+)\)", text) if not link.startswith("http")]
     for path in [ROOT / own for own in OWN_FILES.findall(text)] + [(ROOT / name).parent / x for x in links]:

@@ -1,4 +1,4 @@
-"""The recipes: pages whose commands and blocks run in order, and configurations, at tiny size."""
+"""Run the commands and code blocks of the recipe pages at tiny size, and check the recipe configurations."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from tests.e2e.cli import TINY, accepted, bert_dp, start, step_reached, wait_for
 from tests.e2e.test_readme import ROOT, WORDS, write_corpus
 from tests.helpers import read_json
 
-SMALL = [item for item in TINY if not item.startswith("schedule.")]  # each verb here has a budget of its own
+SMALL = [item for item in TINY if not item.startswith("schedule.")]  # MORE sets the budget of each verb
 MORE = {
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.max_tokens_per_char=0"],
     "train": [*SMALL, "model.vocab_size=400", "schedule.hours=null", "schedule.steps=4"],
@@ -31,7 +31,7 @@ SIZES = {"1,2,4,8": "1,2", "8": "2", "10m": "30s", "2h": "2m"}  # two ranks and 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A corpus, labelled texts and texts to label."""
+    """Write a corpus, labelled texts and texts to label."""
     write_corpus(tmp_path)
     rows = [f"the {WORDS[i % len(WORDS)]} {i},{('sea', 'land')[i % 2]}" for i in range(60)]
     (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]))
@@ -40,14 +40,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words of each `bert-dp` command, at tiny size but for a dry run of GPUs that are not there."""
+    """Return the words of each `bert-dp` command, at tiny size except for dry runs of absent GPUs."""
     found = []
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL):
         for line in block.splitlines():
             _, *words = shlex.split(line)
             verb = next((verb for verb in MORE if " ".join(words).startswith(verb)), "")
             if "--gpu" in words:
-                words += ["data.sequence_length=16", "model.vocab_size=400"]  # of the shards
+                words += ["data.sequence_length=16", "model.vocab_size=400"]  # sizes of the shards
             else:
                 words = [SIZES.get(word, word) for word in words] + MORE.get(verb, [])
             found.append(words)
@@ -64,7 +64,7 @@ def cache(folder: Path) -> dict[str, str]:
     return {"BERT_DP_CACHE": str(folder / "cache")}
 
 
-def test_own_text_becomes_a_classifier_of_transformers(folder: Path) -> None:
+def test_own_text_becomes_a_transformers_classifier(folder: Path) -> None:
     pytest.importorskip("transformers")
     for words in commands("own-text"):
         run(folder, words)
@@ -75,7 +75,7 @@ def test_own_text_becomes_a_classifier_of_transformers(folder: Path) -> None:
     assert re.search(r"'label': '(sea|land)'", done.stdout)
 
 
-def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path) -> None:
+def test_a_node_is_measured_and_tuned_and_training_resumes_after_a_kill(folder: Path) -> None:
     shards = ["data", "build", "corpus/*.txt", "--out", "shards", *MORE["data build"]]
     *before, train = [shards, *commands("one-node")]
     before.remove(["doctor"])  # test_readme.py runs it
@@ -91,12 +91,12 @@ def test_a_node_is_measured_tuned_trained_and_goes_on_after_a_kill(folder: Path)
     run(folder, train)
     summary = read_json(directory / "summary.json")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 400, 2)
-    assert summary["since_step"] >= 5, "it went on from a checkpoint"
+    assert summary["since_step"] >= 5, "the run did not resume from a checkpoint"
 
 
 @pytest.mark.quick
-def test_other_numbers_of_gpus_train_what_one_trains() -> None:
-    """Micro batch and hours differ; over two nodes also the ramp and the width of the reduction."""
+def test_recipes_for_more_gpus_train_the_same_model() -> None:
+    """Micro batch and hours differ; on two nodes, the ramp and the reduction differ as well."""
     one, eight, two = (
         load_config(shipped_configs() / f"{name}.yaml", ["data.path=shards", "batch.micro_size=128"])
         for name in ("one-gpu", "eight-gpus", "two-nodes")

@@ -1,4 +1,4 @@
-"""`bert-dp scale` on real runs: killed and gone on with, every figure recomputed from the raw files."""
+"""Test `bert-dp scale` on real runs: resume after a kill and recompute every figure from the raw files."""
 
 import json
 import shutil
@@ -23,17 +23,17 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
     return ["scale", "quickstart", *tiny(shards), *grid.split(), *size.split(), "--out", str(out), *more]
 
 
-def whole_runs(out: Path) -> set[str]:
+def completed_runs(out: Path) -> set[str]:
     return {path.parent.name for path in out.glob("runs/*/trial.json")}
 
 
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A grid whose launcher was killed after its second run, and was started again once a run and two side
-    files were damaged."""
+    """Return a grid that was killed after its second run and resumed after a run and two other files were
+    damaged."""
     where = tmp_path_factory.mktemp("scaling") / "out"
-    interrupted(command(shards, where), where, signal.SIGKILL, lambda: len(whole_runs(where)) >= 2)
-    before = {name: (where / "runs" / name / "metrics.jsonl").read_text() for name in whole_runs(where)}
+    interrupted(command(shards, where), where, signal.SIGKILL, lambda: len(completed_runs(where)) >= 2)
+    before = {name: (where / "runs" / name / "metrics.jsonl").read_text() for name in completed_runs(where)}
     torn = "strong-ddp-n2-r0"
     steps = where / "runs" / torn / "steps" / "rank-1.jsonl"
     steps.write_text(steps.read_text()[:-40])
@@ -53,7 +53,7 @@ def scaling(out: Path) -> dict[str, Any]:
 
 
 def steps_of(out: Path, run: str, ranks: int) -> list[dict[str, list[float]]]:
-    """Per rank: the timed steps, by part."""
+    """Return, for each rank, the seconds of the timed steps by part."""
     found = []
     for rank in range(ranks):
         lines = read_lines(out / run / "steps" / f"rank-{rank}.jsonl")
@@ -62,7 +62,7 @@ def steps_of(out: Path, run: str, ranks: int) -> list[dict[str, list[float]]]:
     return found
 
 
-def test_every_cell_ran_as_often_as_asked(scaling: dict[str, Any], out: Path) -> None:
+def test_every_cell_has_the_requested_repeats(scaling: dict[str, Any], out: Path) -> None:
     assert scaling["status"] == "complete"
     cells = {cell["id"]: cell for cell in scaling["cells"]}
     assert set(cells) == {
@@ -75,8 +75,8 @@ def test_every_cell_ran_as_often_as_asked(scaling: dict[str, Any], out: Path) ->
     assert not (out / ".scratch").exists()
 
 
-def steps_of_copies(seconds: list[list[float]]) -> list[float]:
-    """The harmonic mean of the copies' mean steps, and what each step moves it by, to first order."""
+def steps_of_replicas(seconds: list[list[float]]) -> list[float]:
+    """Return the harmonic mean of the replicas' mean step times plus the first-order change of each step."""
     means = np.mean(seconds, axis=1)
     job = len(means) / np.sum(1 / means)
     return list(job + (job**2 / len(means) / means**2) @ (np.array(seconds) - means[:, None]))
@@ -88,8 +88,8 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
     for cell in scaling["cells"]:
         n, tokens = cell["world_size"], cell["global_batch"] * SEQUENCE
         runs = [steps_of(out, r["run"], n) for r in cell["repeats"]]
-        if cell["kind"] == "ceiling":  # copies that do not wait for each other: their throughputs add up
-            jobs = [steps_of_copies([rank["step_s"] for rank in run]) for run in runs]
+        if cell["kind"] == "ceiling":  # replicas do not wait for each other, so their throughputs are summed
+            jobs = [steps_of_replicas([rank["step_s"] for rank in run]) for run in runs]
         else:
             jobs = [max((rank["step_s"] for rank in run), key=sum) for run in runs]
         mean = means[cell["id"]] = statistics.median(sum(job) / STEPS for job in jobs)
@@ -135,7 +135,7 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
     assert {name: ddp[name] for name in expected} == pytest.approx(expected)
 
 
-def test_cells_of_one_global_batch_train_one_model(scaling: dict[str, Any]) -> None:
+def test_cells_with_the_same_global_batch_have_the_same_loss(scaling: dict[str, Any]) -> None:
     cells = {cell["id"]: cell for cell in scaling["cells"]}
     for name in ("strong-ddp-n2", "strong-ddp-n2-tp2"):
         assert cells[name]["loss_agrees"] is True
@@ -143,10 +143,10 @@ def test_cells_of_one_global_batch_train_one_model(scaling: dict[str, Any]) -> N
     assert cells["strong-ceiling-n2"]["loss_agrees"] is None
 
 
-def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
+def test_links_and_profile_are_recorded(scaling: dict[str, Any]) -> None:
     (links,) = scaling["links"]
     assert (links["world_size"], links["backend"]) == (2, "gloo")
-    for point in links["points"]:  # 2 (n - 1) / n = 1
+    for point in links["points"]:  # the bus bandwidth has the factor 2 (n - 1) / n = 1
         assert point["busbw_gb_s"] == pytest.approx(point["bytes"] / point["seconds"] / 1e9)
     profile = scaling["profile"]
     ready = [g["ready_s"] for g in profile["gradients"]]
@@ -156,16 +156,16 @@ def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
     assert profile["parameters"] == scaling["settings"]["parameters"]
 
 
-def test_the_prediction_stands_beside_what_was_measured(scaling: dict[str, Any]) -> None:
-    told = {entry["cell"]: entry for entry in scaling["prediction"]["measured"]}
-    assert {"strong-single-n1", "strong-ddp-n1", "strong-ddp-n2", "strong-ddp-n2-tp2"} <= set(told)
+def test_every_measured_cell_has_a_prediction(scaling: dict[str, Any]) -> None:
+    predictions = {entry["cell"]: entry for entry in scaling["prediction"]["measured"]}
+    assert {"strong-single-n1", "strong-ddp-n1", "strong-ddp-n2", "strong-ddp-n2-tp2"} <= set(predictions)
     cells = {cell["id"]: cell for cell in scaling["cells"]}
-    for name, entry in told.items():
+    for name, entry in predictions.items():
         assert entry["measured_step_s"] == cells[name]["step_time_s"]["mean"]
         assert entry["predicted_step_s"] > 0
 
 
-def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
+def test_a_repeated_command_measures_nothing(out: Path, shards: Path) -> None:
     before = read_json(out / "scaling.json")
     assert json.loads(accepted(*command(shards, out, "--json")))["cells"] == before["cells"]
     assert "(optim.lr: " in refused(*command(shards, out, "--set", "optim.lr=0.5"))
@@ -173,14 +173,14 @@ def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
 
 @pytest.mark.quick
 def test_a_grid_with_an_impossible_cell_is_refused(tmp_path: Path, shards: Path) -> None:
-    said = refused(*command(shards, tmp_path / "out", "--nproc", "1,3"))
-    assert all(text in said for text in ("cell strong-ddp-n3", "batch.global_size", "6, 12")), said
+    errors = refused(*command(shards, tmp_path / "out", "--nproc", "1,3"))
+    assert all(text in errors for text in ("cell strong-ddp-n3", "batch.global_size", "6, 12")), errors
     assert refused(*command(shards, Path("/proc/nothing/here"))).startswith("error: --out: ")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: Path, shards: Path) -> None:
-    """Weak, of one repeat: rank 1 raises in the first run, the ceiling's; the other cells stand."""
+def test_failed_cells_are_recorded_and_a_signal_stops_a_grid(out: Path, tmp_path: Path, shards: Path) -> None:
+    """Rank 1 raises in the first run, which is the run of the ceiling; the other cells are measured."""
     where = tmp_path / "out"
     options = "--nproc 2 --mode weak --engines zero1 --tensor 1 --repeats 1 --steps 3".split()
     grid, fault = command(shards, where, *options), broken("raise", step=1, once=str(tmp_path / "once"))
@@ -188,7 +188,7 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     assert stopped.returncode == 130
     assert "the same command resumes" in stopped.stdout
     assert read_json(where / "scaling.json")["status"] == "partial"
-    for name in ("links-2.json", "profile.json", "peak.json"):  # of the same machine and model
+    for name in ("links-2.json", "profile.json", "peak.json"):  # measured on this machine with this model
         shutil.copy(out / name, where)
     done = bert_dp(*grid, **fault)
     scaling = read_json(where / "scaling.json")

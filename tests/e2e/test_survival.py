@@ -1,4 +1,4 @@
-"""What must not be lost: runs stopped early, refused, repeated, sent to a service, or left by a reader."""
+"""Check that no data are lost if a run is stopped early, refused, repeated or logged, or its reader ends."""
 
 import shutil
 import signal
@@ -9,11 +9,11 @@ import pytest
 
 from tests.e2e.cli import (
     begin,
-    go_on,
     is_alive,
     members,
     processes_of,
     refused,
+    resume_run,
     start,
     step_reached,
     tiny,
@@ -26,7 +26,7 @@ from tests.shards import write_shards
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of 4 steps at 1 rank, a checkpoint at each."""
+    """Return a run of 4 steps on 1 rank with a checkpoint at every step."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     train(shards, run_dir, "schedule.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=9", nproc=1)
     return run_dir
@@ -52,9 +52,9 @@ def test_a_refused_resume_changes_nothing(finished: Path, tmp_path: Path) -> Non
         assert files(finished) == before
 
 
-def test_a_complete_run_is_shown_and_not_touched(finished: Path) -> None:
+def test_a_complete_run_is_shown_and_not_changed(finished: Path) -> None:
     before = files(finished)
-    again = go_on(finished)
+    again = resume_run(finished)
     assert "this run is complete" in again.stdout
     assert files(finished) == before
 
@@ -62,7 +62,7 @@ def test_a_complete_run_is_shown_and_not_touched(finished: Path) -> None:
 def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, run_dir: Path) -> None:
     shutil.copytree(finished, run_dir)
     early = run_dir / "checkpoints" / "step-00000002"
-    go_on(run_dir, "schedule.steps=3", "checkpoint.keep=1", options=("--resume", str(early)))
+    resume_run(run_dir, "schedule.steps=3", "checkpoint.keep=1", options=("--resume", str(early)))
     assert logged(run_dir, "step") == [1, 2, 3]
     kept = sorted(p.name for p in (run_dir / "checkpoints").iterdir() if ".abandoned-" not in p.name)
     assert kept == ["step-00000003"]
@@ -77,9 +77,7 @@ def test_a_signal_during_start_up_is_not_lost(run_dir: Path, shards: Path) -> No
     assert not members(run_dir)
 
 
-def test_of_two_launchers_on_one_directory_one_runs_also_when_its_reader_goes_away(
-    run_dir: Path, shards: Path
-) -> None:
+def test_only_one_of_two_launchers_runs_and_it_survives_its_reader(run_dir: Path, shards: Path) -> None:
     both = [begin(shards, run_dir, "schedule.steps=60", nproc=1) for _ in range(2)]
     second = wait_for(lambda: next((process for process in both if process.poll() is not None), None))
     errors = second.communicate()[1]
@@ -123,7 +121,7 @@ ENDLESS = ("schedule.steps=100000", "log.to=[tensorboard]", "compile=off")
 
 
 def is_sent(run_dir: Path) -> bool:
-    """Once it is, the launcher's signals are the only ones that reach the child."""
+    """Return True if steps are logged; from then on only the launcher's signals reach the logging process."""
     return step_reached(run_dir, 2)() and any((run_dir / "tensorboard").rglob("events*"))
 
 
@@ -134,9 +132,9 @@ def test_a_stop_signal_to_every_process_keeps_the_summary(run_dir: Path, shards:
     assert any("launcher.run.loggers" in member.cmdline() for member in family)
     for member in (process, *family):
         member.send_signal(signal.SIGTERM)
-    said, errors = process.communicate(timeout=120)
-    assert process.returncode == 143, said + errors
-    assert "warning" not in said + errors
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, output + errors
+    assert "warning" not in output + errors
     summary = read_json(run_dir / "summary.json")
     events = b"".join(path.read_bytes() for path in (run_dir / "tensorboard").rglob("events*"))
     assert f"| summary/step | {summary['step']} |".encode() in events

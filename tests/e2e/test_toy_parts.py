@@ -1,4 +1,4 @@
-"""A new engine and a new optimizer are one file and one row each."""
+"""Check that a new engine or a new optimizer needs only one file and one row of a table."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from bert_dp.optim import parameter_groups
 def make(config, named, model, *, compiled, precision):
     return torch.optim.SGD(parameter_groups(named, config.weight_decay, model.is_decayed), lr=0.0, fused=True)
 """
-# in every process of the run: the rows, and where the two files are
+# adds the two rows and makes the two files importable in every process of the run
 SITE = """
 import importlib.abc, importlib.util, pathlib, sys
 

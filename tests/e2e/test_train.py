@@ -1,4 +1,4 @@
-"""`bert-dp train` end to end: what it writes, how it ends, what it refuses."""
+"""Test the files, the results and the refusals of `bert-dp train`."""
 
 import gzip
 import hashlib
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bert_dp.config import dump_config, load_config
-from tests.e2e.cli import TINY, accepted, bert_dp, go_on, refused, tiny, train
+from tests.e2e.cli import TINY, accepted, bert_dp, refused, resume_run, tiny, train
 from tests.helpers import PRETRAINING, RECIPES, logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 from tests.shards import edited_manifest
@@ -18,14 +18,14 @@ from tests.shards import edited_manifest
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, str]:
-    """A run of two steps at two ranks, and what its console showed."""
+    """Return a run of two steps on two ranks and its console output."""
     run_dir = tmp_path_factory.mktemp("first") / "a run with spaces"
     done = bert_dp("train", "quickstart", *tiny(shards, "log.to=[tensorboard]"), "--run-dir", str(run_dir))
     return run_dir, done.stdout
 
 
 def sent(run_dir: Path, tag: str) -> list[int]:
-    """Return the steps of a scalar that the last start has sent to TensorBoard, to its end."""
+    """Return the steps of a scalar that the last start sent to TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(max((run_dir / "tensorboard").iterdir())))
@@ -35,8 +35,8 @@ def sent(run_dir: Path, tag: str) -> list[int]:
 
 
 @pytest.mark.quick
-def test_a_run_writes_its_directory(first: tuple[Path, str]) -> None:
-    run_dir, said = first
+def test_a_run_writes_all_its_files(first: tuple[Path, str]) -> None:
+    run_dir, output = first
     for name in (
         "config.yaml",
         "environment.json",
@@ -54,7 +54,7 @@ def test_a_run_writes_its_directory(first: tuple[Path, str]) -> None:
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 2)
     assert summary["accumulation"] * summary["micro_batch"] * summary["world_size"] == summary["global_batch"]
     for text in ("held-out", "unigram", "ln V", "tokens/s", "global steps/s", "MFU", "report.html"):
-        assert text in said, text
+        assert text in output, text
     for line in read_lines(run_dir / "metrics.jsonl"):
         assert line["tokens_per_s"] == pytest.approx(line["samples_per_s"] * 16)
         assert line["tokens_per_s_per_gpu"] == pytest.approx(line["tokens_per_s"] / 2)
@@ -63,9 +63,9 @@ def test_a_run_writes_its_directory(first: tuple[Path, str]) -> None:
 
 
 @pytest.mark.quick
-def test_a_run_goes_on_at_another_number_of_ranks(first: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_resumes_on_another_number_of_ranks(first: tuple[Path, str], tmp_path: Path) -> None:
     run_dir = shutil.copytree(first[0], tmp_path / "a run with spaces", symlinks=True)
-    more = go_on(run_dir, "schedule.steps=4")
+    more = resume_run(run_dir, "schedule.steps=4")
     assert "resuming from step-00000002" in more.stdout
     assert logged(run_dir, "step") == [1, 2, 3, 4]
     assert logged(run_dir, "world_size") == [2, 2, 1, 1]
@@ -75,15 +75,17 @@ def test_a_run_goes_on_at_another_number_of_ranks(first: tuple[Path, str], tmp_p
     assert sent(run_dir, "loss") == [1, 2, 3, 4]
 
 
-def test_a_dry_run_says_how_long_a_budget_in_epochs_is(shards: Path, tmp_path: Path) -> None:
-    """96 sequences of 16 in the shards; of sources that are not built it cannot be known."""
-    asked = ("train", "quickstart", "schedule.epochs=2.5", "--dry-run")
-    assert f"{240 * 16:,} tokens" in accepted(*asked, *tiny(shards, "schedule.steps=null"))
-    said = accepted(*asked, BERT_DP_CACHE=str(tmp_path / "cache"))
-    assert "2.5 epochs of the data, which is not built yet" in said
+def test_a_dry_run_converts_a_budget_in_epochs_to_tokens(shards: Path, tmp_path: Path) -> None:
+    """The shards have 96 sequences of 16 tokens; the length of sources that are not built is unknown."""
+    arguments = ("train", "quickstart", "schedule.epochs=2.5", "--dry-run")
+    assert f"{240 * 16:,} tokens" in accepted(*arguments, *tiny(shards, "schedule.steps=null"))
+    output = accepted(*arguments, BERT_DP_CACHE=str(tmp_path / "cache"))
+    assert "2.5 epochs of the data, which is not built yet" in output
 
 
-def test_weights_of_other_tokens_are_refused(first: tuple[Path, str], shards: Path, tmp_path: Path) -> None:
+def test_weights_of_another_tokenizer_are_refused(
+    first: tuple[Path, str], shards: Path, tmp_path: Path
+) -> None:
     foreign = shutil.copytree(shards, tmp_path / "foreign")
     (foreign / "tokenizer.json").write_text("{ }")
     with edited_manifest(foreign) as edited:
@@ -95,8 +97,8 @@ def test_weights_of_other_tokens_are_refused(first: tuple[Path, str], shards: Pa
 
 @pytest.mark.parametrize("config", [*PRETRAINING, *RECIPES], ids=lambda p: p.stem)
 def test_every_shipped_configuration_trains(tmp_path: Path, shards: Path, config: Path) -> None:
-    """The verb accepts it, and a rank trains what the verb resolves it to."""
-    more = "run.init_from=null"  # a second phase has no first one here
+    """The verb accepts the configuration, and a rank trains its resolved form."""
+    more = "run.init_from=null"  # the run of the first phase does not exist
     accepted("train", str(config), *tiny(shards, more), "--nproc", "1", "--dry-run", cwd=tmp_path)
     resolved = dump_config(load_config(config, [*TINY, f"data.path={shards}", more]))
     run_dir = write_run(tmp_path / "run", yaml.safe_load(resolved))
@@ -123,28 +125,28 @@ BAD = {
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Path, what: str) -> None:
-    if what == "gpus" and Path("/dev/nvidia0").exists():
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Path, name: str) -> None:
+    if name == "gpus" and Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
-    extra, texts = BAD[what]
+    extra, texts = BAD[name]
     run = ("train", "quickstart", *tiny(shards), *extra, "--run-dir", str(tmp_path / "run"))
-    said = refused(*run, cwd=tmp_path)
-    assert all(text in said for text in texts), said
-    assert not (tmp_path / "run").exists(), "nothing half-written"
+    output = refused(*run, cwd=tmp_path)
+    assert all(text in output for text in texts), output
+    assert not (tmp_path / "run").exists(), "a refused run left a directory"
 
 
 @pytest.mark.quick
-def test_dry_run_prints_the_equation_and_starts_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_batch_equation_and_starts_nothing(tmp_path: Path) -> None:
     options = ["--set", "data.sources=[builtin]", "--nproc", "4", "--dry-run"]
-    said = accepted("train", "crammed-bert", *options, "--force", cwd=tmp_path)  # whatever memory there is
+    output = accepted("train", "crammed-bert", *options, "--force", cwd=tmp_path)  # skips the memory check
     equation = "8192 = micro 128 x accumulation 16 x dp 4"
     for text in (equation, "119,589,889 parameters", "622.9 MFLOP", "GiB", "24 h"):
-        assert text in said, text
+        assert text in output, text
     assert not list(tmp_path.iterdir())
 
 
-def test_profiling_leaves_the_run_as_it_was(first: tuple[Path, str], shards: Path, tmp_path: Path) -> None:
+def test_profiling_does_not_change_the_run(first: tuple[Path, str], shards: Path, tmp_path: Path) -> None:
     plain, run_dir = first[0], tmp_path / "run"
     train(shards, run_dir, options=("--profile", "2:3", "--profile-ranks", "1"))
     assert sorted(path.name for path in (run_dir / "profile").iterdir()) == ["rank-1.json.gz"]

@@ -1,4 +1,4 @@
-"""`bert-dp tune batch` on real runs: stopped, killed and gone on with, too large; `micro_size: auto`."""
+"""Test `bert-dp tune batch` on real runs: interrupts, kills, too little memory, and `micro_size: auto`."""
 
 import os
 import signal
@@ -23,8 +23,8 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search that had a Ctrl-C in its first trial, was killed in its second, and whose next trial lost a
-    rank to SIGKILL."""
+    """Return a search that got Ctrl-C in its first trial, was killed in its second, and then lost a rank of a
+    trial to SIGKILL."""
     folder = tmp_path_factory.mktemp("tune") / "out"
     search = command(shards, folder)
 
@@ -42,16 +42,16 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pilot = (folder / "trials" / "memory-1" / "metrics.jsonl").read_text()
     process = start(*search)
 
-    def a_rank() -> list[psutil.Process]:
+    def ranks_of_trials() -> list[psutil.Process]:
         lines = [(p, " ".join(p.info["cmdline"] or ())) for p in processes_of(folder / "trials")]
         ranks = [(p, line) for p, line in lines if "-m bert_dp.worker " in line and "micro-" in line]
         return [p for p, line in ranks if "torch.distr" not in line]
 
-    os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
+    os.kill(wait_for(ranks_of_trials)[0].pid, signal.SIGKILL)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
     assert "interrupted or incomplete; restarted" in printed
-    assert (folder / "trials" / "memory-1" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
+    assert (folder / "trials/memory-1/metrics.jsonl").read_text() == pilot, "a completed trial ran again"
     return folder
 
 
@@ -65,8 +65,8 @@ def test_the_rates_the_memory_and_the_choice_follow_from_the_raw_steps(
 ) -> None:
     assert tune["status"] == "complete"
     sizes = [size["micro_batch"] for size in tune["sizes"]]
-    assert sizes == [1, 2, 4][-len(sizes) :], "a slow machine has no time for the smaller ones"
-    assert [trial["micro_batch"] for trial in tune["trials"]][: len(sizes)] == sizes, "ascending"
+    assert sizes == [1, 2, 4][-len(sizes) :], "a slow machine has no time for the smaller sizes"
+    assert [trial["micro_batch"] for trial in tune["trials"]][: len(sizes)] == sizes, "sizes must ascend"
     rates: dict[int, list[float]] = {}
     for trial in tune["trials"]:
         assert trial["status"] == "ok", trial["reason"]
@@ -86,7 +86,7 @@ def test_the_rates_the_memory_and_the_choice_follow_from_the_raw_steps(
     peak_gib = next(size["peak_gib"] for size in tune["sizes"] if size["micro_batch"] == chosen)
     assert peak_gib == pytest.approx(line["intercept_gib"] + line["gib_per_sequence"] * chosen, rel=0.1)
     tried = [trial["micro_batch"] for trial in tune["memory_trials"]]
-    assert tried == [1, 4][: len(tried)], "a slow machine has no time for the second one"
+    assert tried == [1, 4][: len(tried)], "a slow machine has no time for the second size"
     assert tune["memory_limit_gib"] > 0
     assert load_config(out / "tuned.yaml").batch.micro_size == chosen
     assert (out / "report.html").read_text().startswith("<!doctype html>")
@@ -101,8 +101,8 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     run = ["train", "quickstart", *options, "--nproc", "2"]
     assert "none contains no checkpoint" in refused(*run, "--resume", str(tmp_path / "none"))
     assert not (tmp_path / "cache").exists()
-    said = accepted(*run, "--run-dir", str(tmp_path / "a"))
-    assert "batch.micro_size: auto = 1, measured just now" in said
+    output = accepted(*run, "--run-dir", str(tmp_path / "a"))
+    assert "batch.micro_size: auto = 1, measured just now" in output
     assert load_config(tmp_path / "a" / "config.yaml").batch.micro_size == 1
     again = accepted(*run, "--dry-run")
     assert "auto = 1, measured on" in again
@@ -110,8 +110,8 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     assert "batch.micro_size: only `bert-dp train`" in refused("scale", "quickstart", *options, "--dry-run")
 
 
-def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) -> None:
-    """A rank of this model takes more than 0.2 GiB whatever its batch."""
+def test_a_search_fails_if_no_size_fits(shards: Path, tmp_path: Path) -> None:
+    """A rank of this model needs more than 0.2 GiB at any batch size."""
     assert "0.20 GiB" in bert_dp(*command(shards, tmp_path / "o", "--memory", "0.2"), code=1).stdout
     result = read_json(tmp_path / "o" / "tune.json")
     assert result["status"] == "failed"
@@ -119,8 +119,8 @@ def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) ->
     assert not (tmp_path / "o" / "tuned.yaml").exists()
 
 
-def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_path: Path) -> None:
-    """Rank 1 of the first run that takes a fifth step; the memory trials take three."""
+def test_out_of_memory_on_one_rank_rules_out_its_size(shards: Path, tmp_path: Path) -> None:
+    """Rank 1 fails in the first run with a fifth step; memory trials have only three steps."""
     fault = broken("cuda_oom", rank=1, step=4, once=str(tmp_path / "once"))
     bert_dp(*command(shards, tmp_path / "o", "--budget", "80s", "--set", "batch.global_size=4"), **fault)
     result = read_json(tmp_path / "o" / "tune.json")
@@ -135,7 +135,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
 
 @pytest.mark.quick
 def test_bad_input_is_refused_before_anything_starts(shards: Path, tmp_path: Path) -> None:
-    for more, said in (("--budget 0s", "--budget: '0s'"), ("--memory -1", "--memory: -1")):
-        assert said in refused(*command(shards, tmp_path / "o"), *more.split())
+    for more, message in (("--budget 0s", "--budget: '0s'"), ("--memory -1", "--memory: -1")):
+        assert message in refused(*command(shards, tmp_path / "o"), *more.split())
     assert "batch.micro_size: " in refused(*command(shards, tmp_path / "o"), "--set", "batch.micro_size=0")
     assert not (tmp_path / "o").exists()

@@ -1,4 +1,4 @@
-"""`bert-dp tune lr` on real trials: stopped, killed and gone on with; what it writes trains."""
+"""Test `bert-dp tune lr` on real trials: resume after an interrupt and a kill, and train with the result."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.cli import accepted, bert_dp, interrupted, refused, tiny, trials_done
 from tests.helpers import logged, read_json, read_lines
 
-STEPS, STEP = 32, 128  # of the configured run; tokens of one step
+STEPS, STEP = 32, 128  # steps of the configured run; tokens per step
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
@@ -21,7 +21,7 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search that had a Ctrl-C in its second trial, was killed later, and then went to its end."""
+    """Return a search that got Ctrl-C in its second trial, was killed later, and then completed."""
     folder = tmp_path_factory.mktemp("tuning") / "out"
     search = command(shards, folder)
     stopped = interrupted(search, folder, signal.SIGINT, lambda: trials_done(folder))
@@ -35,7 +35,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert killed.returncode == -signal.SIGKILL
     before |= trials_done(folder)
     assert "trials already done" in bert_dp(*search).stdout
-    assert before.items() <= trials_done(folder).items(), "a whole trial was run again"
+    assert before.items() <= trials_done(folder).items(), "a completed trial ran again"
     return folder
 
 
@@ -44,7 +44,7 @@ def tune(out: Path) -> dict[str, Any]:
     return read_json(out / "tune.json")
 
 
-def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: Path) -> None:
+def test_the_choice_follows_from_the_records_of_the_trials(tune: dict[str, Any], out: Path) -> None:
     assert (tune["status"], tune["kind"], tune["ranks"]) == ("complete", "lr", 1)
     rungs = tune["rungs"]
     first, last = rungs[0], rungs[-1]
@@ -57,7 +57,7 @@ def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: P
         (line,) = read_lines(directory / "evals.jsonl")
         assert line["loss"] == trial["heldout_loss"]
         rates = logged(directory, "lr")
-        count = trial["tokens"] // STEP  # its own budget triangle, to its end
+        count = trial["tokens"] // STEP  # the schedule is a triangle over the trial's own budget
         factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
         assert rates == pytest.approx([trial["lr"] * factor for factor in factors])
         assert not list((directory / "checkpoints").glob("step-*"))
@@ -82,23 +82,23 @@ def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, tune: dic
     assert "contains another search (settings.seeds: " in other
 
 
-def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
-    run, choice, mine = tmp_path / "run", tune["choice"], os.sched_getaffinity(0)
+def test_the_tuned_configuration_repeats_its_trial(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
+    run, choice, affinity = tmp_path / "run", tune["choice"], os.sched_getaffinity(0)
     (best,) = (trial for trial in tune["rungs"][-1]["trials"] if trial["lr"] == choice["lr"])
     worker = read_json(out / "trials" / best["name"] / "environment.json")["worker"]
-    os.sched_setaffinity(0, sorted(mine)[: worker["threads_per_rank"]])  # other threads round otherwise
+    os.sched_setaffinity(0, sorted(affinity)[: worker["threads_per_rank"]])  # rounding depends on threads
     try:
         bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
     finally:
-        os.sched_setaffinity(0, mine)
+        os.sched_setaffinity(0, affinity)
     rates = logged(run, "lr")
     assert len(rates) == STEPS
     assert max(rates) == pytest.approx(choice["lr"], rel=0.1)
-    assert read_json(run / "summary.json")["heldout_loss"] == choice["heldout_loss"]  # the same run
+    assert read_json(run / "summary.json")["heldout_loss"] == choice["heldout_loss"]
 
 
 @pytest.mark.quick
-def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
+def test_a_dry_run_and_bad_input_start_nothing(shards: Path, tmp_path: Path) -> None:
     assert "3 rates spaced 2x at 1/8" in accepted(*command(shards, tmp_path / "out", "--dry-run"))
     assert not (tmp_path / "out").exists()
     bad = refused(*command(shards, tmp_path, "--tokens", "5"))

@@ -1,4 +1,4 @@
-"""What `checkpoints` and `report` print, and what `--version` does not import."""
+"""Test the output of `checkpoints` and `report`, and the imports of `--version`."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from tests.tune_fixture import batch
 
 
 @pytest.mark.quick
-def test_help_and_version_do_not_import_torch() -> None:
+def test_version_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['bert-dp', '--version']; from launcher.cli.app import main\n"
         "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
@@ -62,7 +62,7 @@ def test_checkpoints_are_verified(tmp_path: Path) -> None:
         ("tune.json", batch(), "Throughput against micro batch", "bert-dp train"),
     ],
 )
-def test_report_of_a_benchmark_or_a_search(
+def test_a_benchmark_or_a_search_is_reported(
     tmp_path: Path, name: str, content: dict[str, Any], figure: str, following: str
 ) -> None:
     folder = tmp_path / "measured"
@@ -73,7 +73,7 @@ def test_report_of_a_benchmark_or_a_search(
     assert line.startswith(f"next: {following.replace('PATH', str(folder / name))}")
     assert figure in (folder / "report.html").read_text()
     (tmp_path / "config.yaml").write_text("{}")
-    for extra, said in (([str(tmp_path)], "RUN_DIRS: only runs"), (["--out", "/proc/nothing/x"], "--out: ")):
-        assert said in refused("report", str(folder), *extra)
+    for extra, text in (([str(tmp_path)], "RUN_DIRS: only runs"), (["--out", "/proc/nothing/x"], "--out: ")):
+        assert text in refused("report", str(folder), *extra)
     (folder / name).write_text("{" if name == "scaling.json" else "{}")
     assert f"{name}: " in refused("report", str(folder))

@@ -1,8 +1,8 @@
-"""`python -m tests.faults`: every fault test with its full count, resumable; prints a line per row.
+"""`python -m tests.faults`: run every fault test with its full number of rounds, and print a line per test.
 
-Results go to .faults/results.jsonl, one line per test with the rounds that it observed; a test that has
-passed there with this code (launcher, bert_dp, tests/faults) is not run again. `--rows 1,4` runs some;
-`--list` runs none. Then a table by row.
+Each result is a line of .faults/results.jsonl with the rounds that the test observed. A test that passed with
+this code (launcher, bert_dp, tests/faults) is not run again. `--rows 1,4` runs only these rows; `--list` runs
+none. At the end a table of the rows is printed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FULL = {**os.environ, "BERT_DP_FAULTS": "full"}
 
 
 def collect() -> list[str]:
-    """Node ids of the fault tests."""
+    """Return the node ids of the fault tests."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults"],
         cwd=ROOT,
@@ -37,13 +37,13 @@ def collect() -> list[str]:
 
 
 def row_of(test: str) -> int:
-    """The number in the test's name: test_row_07_..."""
+    """Return the row number in a test's name (7 for test_row_07_...), or 0."""
     match = re.search(r"test_row_(\d+)", test)
     return int(match[1]) if match else 0
 
 
 def run(test: str) -> dict[str, Any]:
-    """The line of a test, by its node id."""
+    """Run the test with this node id and return its result line."""
     observed = OUT / "observed.jsonl"
     observed.unlink(missing_ok=True)
     start = time.monotonic()
@@ -70,8 +70,8 @@ def run(test: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", help="numbers of the fault table, by commas; default: all")
-    parser.add_argument("--list", action="store_true", help="show what is done and run nothing")
+    parser.add_argument("--rows", help="row numbers of the fault table, separated by commas; default: all")
+    parser.add_argument("--list", action="store_true", help="show the results so far and run nothing")
     arguments = parser.parse_args()
     results = Results(
         OUT, "test", lambda line: line["outcome"] != "failed", code_of=("launcher", "bert_dp", "tests/faults")
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
-    """By row: tests, rounds observed, outcomes, and the greatest of the seconds that were observed."""
+    """Print, for each row, the number of tests and rounds, the outcomes, and the longest observed time."""
     print("row  tests  rounds  passed  skipped  failed  greatest, s")
     for row in sorted({result["row"] for result in results}):
         tests = [result for result in results if result["row"] == row]

@@ -1,11 +1,11 @@
-"""`python -m tests.faults.killed_saver`: processes that save checkpoints and are killed with SIGKILL.
+"""`python -m tests.faults.killed_saver`: run processes that save checkpoints, and kill them with SIGKILL.
 
-Reads one JSON line per process on stdin: folder, saves, and what ends it:
-    after_s   killed from outside after that many seconds
-    event     killed by itself before its event number `event` (from 0) of those that change the disk
-fsync_s makes every fsync take that much longer, as on a slow disk. Answers with one JSON line: `begun`, the
-step of the last save that was begun, `done`, that of the last one that had returned, `killed`. torch is
-imported once: each process is a fork of this one.
+Each line of stdin describes a process in JSON: folder, saves, and one of two ways to end it:
+    after_s   the parent kills the process after this number of seconds
+    event     the process kills itself before its event number `event` (from 0) that changes the disk
+fsync_s is the number of seconds by which every fsync takes longer, as on a slow disk. The answer is a JSON
+line with `begun` (step of the last save that began), `done` (step of the last save that returned) and
+`killed`. Each process is a fork of this one, so that torch is imported only once.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.states import FACTS
 
 
 def state_of(step: int) -> State:
-    """1.5 MB that only this step's checkpoint holds."""
+    """Return a state of 1.5 MB that differs for every step."""
     g = torch.Generator().manual_seed(step)
     return {
         "model": {f"w{i}": torch.randn(64, 1024, generator=g) for i in range(2)},
@@ -38,7 +38,7 @@ def state_of(step: int) -> State:
 
 
 def die_at(event: int) -> None:
-    """SIGKILL before the event of that number: an fsync, a rename, a removal, or the write of a file."""
+    """Kill this process before event number `event`: an fsync, a rename, a removal or a write."""
     count = 0
 
     def watched(plain: Any) -> Any:
@@ -86,7 +86,7 @@ def save_until_killed(order: dict[str, Any], report: int) -> None:
 
 
 def one(order: dict[str, Any]) -> dict[str, Any]:
-    """Run one process to its end."""
+    """Run one process to its end and return its answer."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -1,8 +1,8 @@
-"""Rows 9 to 11, 15 and 16: saves that are killed, damaged or refused by the disk; gradients that are not
-finite, and a loss that jumps.
+"""Rows 9 to 11, 15 and 16: killed and failing saves, damaged checkpoints, gradients that are not finite, and
+a loss spike.
 
-SIGKILL leaves the page cache, so the order of fsync and rename is not what these can show; row 9 shows that
-no half-written checkpoint is ever loaded and that only the one being written is lost.
+SIGKILL keeps the page cache, so these tests cannot check the order of fsync and rename. Row 9 checks that no
+incomplete checkpoint is loaded and that only the checkpoint that is being written is lost.
 """
 
 import functools
@@ -24,7 +24,7 @@ from bert_dp.cost import num_parameters
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from launcher import job
-from tests.e2e.cli import command, go_on, tiny, train
+from tests.e2e.cli import command, resume_run, tiny, train
 from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
 from tests.helpers import logged
@@ -49,7 +49,7 @@ Kill = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def kill() -> Iterator[Kill]:
-    """Orders to `tests.faults.killed_saver`."""
+    """Return a function that sends a request to `tests.faults.killed_saver` and returns its answer."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.faults.killed_saver"],
         cwd=ROOT,
@@ -74,10 +74,10 @@ def same(a: State, b: State) -> bool:
 
 
 def newest(folder: Path, ended: dict[str, Any]) -> int:
-    """Step of what would be loaded: whole, its own step's, and no older than the last save that returned."""
+    """Return the step of the checkpoint that would be loaded, after checking its content and its step."""
     path, _ = checkpoint.newest_valid(folder)
     if path is None:
-        assert ended["done"] == 0, "a save had returned and nothing is left"
+        assert ended["done"] == 0, "a save returned, but no checkpoint is valid"
         return 0
     state, facts = checkpoint.load(path)
     assert same(state, state_of(facts.step))
@@ -86,7 +86,7 @@ def newest(folder: Path, ended: dict[str, Any]) -> int:
     return facts.step
 
 
-def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, kill: Kill) -> None:
+def test_row_09_a_kill_at_a_random_moment_of_a_save_loses_only_that_save(tmp_path: Path, kill: Kill) -> None:
     start = time.monotonic()
     kill(tmp_path, saves=5)
     pace = (time.monotonic() - start) / 5
@@ -102,11 +102,11 @@ def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, kill: Kill) -
         lost += ended["begun"] - now
         loaded = now
         observe(9, round=number, killed_after_s=after_s, begun=ended["begun"], loaded=now)
-    assert lost <= len(rounds(10, 200)), "at most one in each round"
+    assert lost <= len(rounds(10, 200)), "a kill loses at most one save"
 
 
-def test_row_09_killed_between_any_two_changes_of_the_disk(tmp_path: Path, kill: Kill) -> None:
-    """Every write, fsync, rename and removal of a save that also prunes, in the folder that the last left."""
+def test_row_09_a_kill_before_a_change_of_the_disk_loses_at_most_one_save(tmp_path: Path, kill: Kill) -> None:
+    """Kill a save, which also prunes, before each of its writes, fsyncs, renames and removals."""
     kill(tmp_path, saves=2)
     loaded, event = 2, 0
     outcomes = set()
@@ -119,11 +119,11 @@ def test_row_09_killed_between_any_two_changes_of_the_disk(tmp_path: Path, kill:
         if not ended["killed"]:
             break
         event += 1
-    assert event >= 12, "the events are counted"
+    assert event >= 12, "too few events were counted"
     assert outcomes == {0, 1}, "some kills come before the rename, some after it"
 
 
-def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, kill: Kill) -> None:
+def test_row_09b_a_kill_on_a_slow_disk_loses_at_most_the_save_in_progress(tmp_path: Path, kill: Kill) -> None:
     """Every fsync takes 0.1 s longer."""
     kill(tmp_path, saves=2)
     loaded = 2
@@ -134,7 +134,7 @@ def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, kill: Kill) -> None:
         observe(9, variant="b", killed_after_s=after_s, loaded=loaded)
 
 
-def test_row_09_and_10_a_run_goes_on_from_the_checkpoint_before_a_killed_save_and_a_damaged_one(
+def test_row_09_and_10_a_run_resumes_from_the_checkpoint_before_a_killed_or_damaged_one(
     run_dir: Path, shards: Path
 ) -> None:
     settings = ("schedule.steps=8", "checkpoint.every_steps=2")
@@ -148,7 +148,7 @@ def test_row_09_and_10_a_run_goes_on_from_the_checkpoint_before_a_killed_save_an
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert left == {"step-00000006", "step-00000008"}
     damage(run_dir / "checkpoints" / "step-00000008" / "optimizer.safetensors", random.Random(0))
-    again = go_on(run_dir, "schedule.steps=10")
+    again = resume_run(run_dir, "schedule.steps=10")
     assert "checkpoint skipped" in again.stdout
     assert "step-00000008/optimizer.safetensors" in again.stdout
     assert "resuming from step-00000006" in again.stdout
@@ -158,7 +158,7 @@ def test_row_09_and_10_a_run_goes_on_from_the_checkpoint_before_a_killed_save_an
 
 
 def damage(file: Path, draw: random.Random) -> str:
-    """Cut the file somewhere, or flip one bit of one byte."""
+    """Truncate the file at a random byte or flip a random bit, and describe the change."""
     data = bytearray(file.read_bytes())
     if draw.random() < 0.5:
         length = draw.randrange(len(data))
@@ -170,7 +170,7 @@ def damage(file: Path, draw: random.Random) -> str:
     return f"bit {bit} of byte {place} flipped"
 
 
-def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path: Path) -> None:
+def test_row_10_a_damaged_checkpoint_is_named_and_the_previous_one_loaded(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save_checkpoint(tmp_path, step, state_of(step), {**FACTS, "samples": step}, 9)
     older, whole = tmp_path / "step-00000001", tmp_path / "step-00000002"
@@ -189,8 +189,8 @@ def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path:
         assert checkpoint.newest_valid(tmp_path)[0] == whole
 
 
-def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None:
-    """The manifest has no hash of its own: every bit of it must matter."""
+def test_row_10_any_flipped_bit_of_the_manifest_is_detected(tmp_path: Path) -> None:
+    """No hash protects the manifest, so a change of any bit must make the check fail."""
     tiny_state: State = {"model": {"w": torch.ones(2)}, "optimizer": {"w/m": torch.ones(2)}, "scaler": {}}
     path = checkpoint.save_checkpoint(tmp_path, 1, tiny_state, FACTS, 9)
     file = path / "manifest.json"
@@ -214,16 +214,16 @@ ERRORS = {
 
 @pytest.mark.parametrize("what", list(ERRORS)[: len(rounds(1, 3))])
 def test_row_11_a_failed_save_does_not_end_the_run(run_dir: Path, shards: Path, what: str) -> None:
-    """Injected in the save after step 6; the ones before and after it are good."""
+    """The save after step 6 fails; the saves before and after it succeed."""
     done = train(
         shards,
         run_dir,
         "schedule.steps=10 checkpoint.every_steps=2 checkpoint.keep=3",
         **broken(what, rank=0, place="save", step=5),
     )
-    (said,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
+    (warning,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
     for text in ("step-00000006", ERRORS[what], "newest valid checkpoint is step-00000004"):
-        assert text in said
+        assert text in warning
     facts = summary(run_dir)
     assert (facts["status"], facts["failed_saves"], facts["step"]) == ("done", 1, 10)
     folder = run_dir / "checkpoints"
@@ -238,11 +238,11 @@ EVERY_2 = "schedule.steps=4 checkpoint.every_steps=2"
     ("settings", "what", "lost", "good"),
     [
         (f"{EVERY_2} schedule.steps=100000 checkpoint.on_error=stop", "io_error", 6, 4),
-        ("", "read_only", 0, None),  # the first: nothing was trained
-        (EVERY_2, "io_error", 4, 2),  # the last
+        ("", "read_only", 0, None),  # the first save, before any training
+        (EVERY_2, "io_error", 4, 2),  # the last save
     ],
 )
-def test_row_11_a_failed_save_that_ends_the_run(
+def test_row_11_a_failed_save_can_end_the_run(
     run_dir: Path, shards: Path, settings: str, what: str, lost: int, good: int | None
 ) -> None:
     done = train(shards, run_dir, settings, code=1, **broken(what, rank=0, place="save", step=lost - 1))
@@ -251,21 +251,21 @@ def test_row_11_a_failed_save_that_ends_the_run(
     assert f"step-{lost:08d} could not be saved" in done.stdout
     for text in (f"step-{lost:08d} could not be saved", ERRORS[what]):
         assert text in facts["failure"]["message"]
-    assert (run_dir / "metrics.jsonl").exists() == (good is not None), "before the first step"
+    assert (run_dir / "metrics.jsonl").exists() == (good is not None), "steps after a failed first save"
     if good is not None:
         assert f"newest valid checkpoint is step-{good:08d}" in facts["failure"]["message"]
         assert checkpoint.check(run_dir / "checkpoints" / f"step-{good:08d}") is None
         assert facts["failed_saves"] >= 1
     if settings == EVERY_2:
-        assert (facts["step"], facts["failed_saves"]) == (4, 2), "once on time, once more at the end"
+        assert (facts["step"], facts["failed_saves"]) == (4, 2), "one save on schedule and one at the end"
         assert facts["heldout_loss"] is not None
         assert facts["checkpoint"] == "checkpoints/step-00000002"
 
 
 @needs_mount
 @pytest.mark.parametrize("policy", ("continue", "stop")[: len(rounds(1, 2))])
-def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
-    """A file system on which the start and two checkpoints fit, and the third does not."""
+def test_row_11_a_full_disk_keeps_its_valid_checkpoints(tmp_path: Path, shards: Path, policy: str) -> None:
+    """The file system has space for the checkpoint of step 0 and two others, but not for a third."""
     run_dir, disk = tmp_path / "run", tmp_path / "run" / "checkpoints"
     run_dir.mkdir(parents=True)
     options = tiny(
@@ -288,12 +288,12 @@ def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) 
     facts, left = summary(run_dir), tmp_path / "run" / "checkpoints-left"
     assert facts["status"] == "failed"
     assert "No space left on device" in facts["failure"]["message"]
-    assert steps_kept(left) == [4, 2], "the two newest stay, the first made room"
+    assert steps_kept(left) == [4, 2], "the two newest are kept, and the first was removed to free space"
     assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(left))
     assert not list(left.glob("*.tmp-*"))
     assert "newest valid checkpoint is step-00000004" in facts["failure"]["message"]
     if policy == "continue":
-        assert facts["step"] == 8, "training went on"
+        assert facts["step"] == 8, "training did not continue"
         assert facts["failed_saves"] == 3, "after steps 6 and 8, and at the end"
 
 
@@ -318,8 +318,8 @@ for expected in (errno.ENOSPC, errno.EROFS):
 
 
 @needs_mount
-def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -> None:
-    """Not injected: the errors as the system and safetensors give them, when space runs out in mid-write."""
+def test_row_11_the_errors_of_a_full_and_a_read_only_disk_are_raised(tmp_path: Path) -> None:
+    """The system and safetensors raise these errors themselves, also if space runs out during a write."""
     done = on_small_disk(
         tmp_path / "disk", int(1.8 * 2**20), sys.executable, "-c", FULL_DISK, str(tmp_path / "disk")
     )
@@ -339,9 +339,7 @@ def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path,
 
 
 @pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
-def test_row_15_five_in_a_row_stop_the_run_with_a_good_checkpoint(
-    run_dir: Path, shards: Path, rank: int
-) -> None:
+def test_row_15_five_skipped_steps_in_a_row_stop_a_run(run_dir: Path, shards: Path, rank: int) -> None:
     train(
         shards,
         run_dir,
@@ -351,10 +349,10 @@ def test_row_15_five_in_a_row_stop_the_run_with_a_good_checkpoint(
     )
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"], facts["failure"]["kind"]) == ("failed", 1, "not_finite")
-    assert "5 steps in a row up to step 9 " in facts["failure"]["message"], "seen at the line of step 9"
+    assert "5 steps in a row up to step 9 " in facts["failure"]["message"], "checked when step 9 is logged"
     for text in ("learning rate", "optim.lr", "not finite"):
         assert text in facts["failure"]["message"]
-    assert facts["step"] == 10, "the exchange is one step behind, on all ranks"
+    assert facts["step"] == 10, "all ranks learn of the stop one step later"
     path, problems = checkpoint.newest_valid(run_dir / "checkpoints")
     assert (path, problems) == (run_dir / "checkpoints" / "step-00000010", [])
     assert path is not None
@@ -364,7 +362,7 @@ def test_row_15_five_in_a_row_stop_the_run_with_a_good_checkpoint(
 
 
 def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards: Path) -> None:
-    """Fewer steps than stop a run by themselves."""
+    """The run has fewer steps than the five skipped steps that stop a run."""
     fault = broken("nan", rank=0, place="step", step=0, times=100000)
     done = train(shards, tmp_path, "schedule.steps=3", nproc=1, code=1, **fault)
     facts = summary(tmp_path)
@@ -374,8 +372,8 @@ def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards
     assert "all 3 steps" in done.stdout + done.stderr
 
 
-def _give_up(run_dirs: list[str]) -> None:
-    """Train each; the losses of rank 1 are NaN from step number 3 (from 0) on. Only rank 0 reports it."""
+def _train_until_stopped(run_dirs: list[str]) -> None:
+    """Train each run. The losses of rank 1 are NaN from step 3 (from 0) on, and only rank 0 exits with 1."""
     from bert_dp.training import rank as worker
 
     store, rank = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"])
@@ -399,7 +397,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
         )
         for engine in engines
     ]
-    run_ranks(2, _give_up, [str(run_dir) for run_dir in runs])
+    run_ranks(2, _train_until_stopped, [str(run_dir) for run_dir in runs])
     for run_dir in runs:
         facts = summary(run_dir)
         assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 9), run_dir.name
@@ -407,21 +405,21 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
         assert logged(run_dir, "skipped_steps") == [0, 0, 0, 1, 2, 3, 4, 5, 6]
         before, after = state(run_dir, 4), state(run_dir, 8)
         assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before), "skips change nothing"
+        assert all(torch.equal(before[name], after[name]) for name in before), "skipped steps change weights"
 
 
 # --- row 16
 
 
-def test_row_16_a_spike_is_reported_and_ranks_stay_in_step(run_dir: Path, shards: Path) -> None:
+def test_row_16_a_loss_spike_is_reported_and_training_continues(run_dir: Path, shards: Path) -> None:
     done = train(
         shards,
         run_dir,
         "schedule.steps=40 checkpoint.every_steps=30 checkpoint.keep=9",
         **broken("spike", rank=1, place="step", step=30),
     )
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("warning: loss spike")]
-    assert "at step 31:" in said
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: loss spike")]
+    assert "at step 31:" in warning
     facts = summary(run_dir)
     assert (facts["loss_spikes"], facts["skipped_steps"], facts["step"]) == (1, 0, 40)
     losses = logged(run_dir, "loss")

@@ -1,4 +1,4 @@
-"""Row 17: training and held-out splits of any size give every rank as many steps; nothing hangs."""
+"""Row 17: with training and held-out splits of any size, all ranks take equally many steps and none hangs."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dp=st.integers(1, 4),
     accumulation=st.integers(1, 3),
 )
-def test_row_17_every_replica_gets_as_many_batches(
+def test_row_17_every_replica_gets_equally_many_batches(
     folder: Path, train: int, held_out: int, dp: int, accumulation: int
 ) -> None:
     directory = folder / f"{train}-{held_out}"
@@ -53,7 +53,7 @@ def test_row_17_every_replica_gets_as_many_batches(
         batches = [stream.next() for _ in range(2 * accumulation)]
         assert {b.num_masked for b in batches} == {2 * MICRO}
         seen += [int(i) for b in batches for i in b.sample_ids]
-    assert sorted(seen) == list(range(2 * accumulation * dp * MICRO))  # none twice, none left out
+    assert sorted(seen) == list(range(2 * accumulation * dp * MICRO))  # every sample exactly once
     shares = [
         held_out_batches(
             Shards(directory, manifest, "held_out"),
@@ -71,8 +71,8 @@ def test_row_17_every_replica_gets_as_many_batches(
     observe(17, train=train, held_out=held_out, dp=dp)
 
 
-def test_row_17_runs_on_odd_sizes_end(tmp_path: Path) -> None:
-    """Ranks 1 to 4 on splits shorter than a batch, not a multiple of it, and one sequence long."""
+def test_row_17_runs_on_odd_split_sizes_complete(tmp_path: Path) -> None:
+    """Train on 1 to 4 ranks. Splits are shorter than a batch, no multiple of one, or one sequence long."""
     sizes = [(1, 1), (5, 3), (13, 7)]
     for train, held_out in sizes[: len(rounds(2, 3))]:
         shards = write_shards(tmp_path / f"s-{train}", train=train, held_out=held_out)

@@ -1,4 +1,4 @@
-"""Rows 12 to 14: a run that was interrupted, or had another number of ranks, is the same run."""
+"""Rows 12 to 14: interrupted runs and runs with another number of ranks have the same results."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ PAIRS = [(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b] if FULL e
 
 
 def whole_run(root: Path, shards: Path, ranks: int, steps: int) -> Path:
-    """An uninterrupted run with a checkpoint half way."""
+    """Train without interruption, with a checkpoint half way."""
     common = {"schedule": {"steps": steps}, "batch": {"global_size": 12, "micro_size": 1}}
     run_dir = write_run(
         root, settings(shards, checkpoint={"every_steps": steps // 2}, eval={"every_steps": 0}, **common)
@@ -24,14 +24,14 @@ def whole_run(root: Path, shards: Path, ranks: int, steps: int) -> Path:
 
 
 def interrupted(whole: Path, copy: Path, half: int) -> Path:
-    """What a kill right after the checkpoint half way would have left."""
+    """Copy a run to the state in which a kill right after the checkpoint half way would have left it."""
     shutil.copytree(whole, copy, ignore=shutil.ignore_patterns("seen-*.npz", f"step-{2 * half:08d}"))
     return copy
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3] if FULL else [3])
-def test_row_12_resume_at_the_same_n_is_bit_equal(tmp_path: Path, shards: Path, ranks: int) -> None:
-    """tests/parity/test_resume.py shows 1, 2 and 4 ranks."""
+def test_row_12_a_resume_on_as_many_ranks_is_bit_equal(tmp_path: Path, shards: Path, ranks: int) -> None:
+    """tests/parity/test_resume.py tests 1, 2 and 4 ranks."""
     steps = 200 if FULL else 12
     whole = whole_run(tmp_path / "whole", shards, ranks, steps)
     resumed = interrupted(whole, tmp_path / "resumed", steps // 2)
@@ -44,9 +44,7 @@ def test_row_12_resume_at_the_same_n_is_bit_equal(tmp_path: Path, shards: Path, 
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_row_13_another_n_sees_the_same_samples(
-    tmp_path: Path, shards: Path, before: int, after: int
-) -> None:
+def test_row_13_any_n_sees_the_same_samples(tmp_path: Path, shards: Path, before: int, after: int) -> None:
     steps = 50 if FULL else 8
     whole = whole_run(tmp_path / "whole", shards, before, steps)
     resumed = interrupted(whole, tmp_path / "resumed", steps // 2)
@@ -60,7 +58,7 @@ def test_row_13_another_n_sees_the_same_samples(
 
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """root/<precision>-<ranks>: runs of one step from the same weights."""
+    """Train runs <precision>-<ranks> of one step from the same weights."""
     root = tmp_path_factory.mktemp("one-step")
     common = {"schedule": {"steps": 1}, "batch": {"global_size": 12, "micro_size": 1}, "optim": {"clip": 0.0}}
     for ranks in (1, 2, 3, 4):
@@ -74,9 +72,9 @@ def one_step(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-6), ("fp64", 1e-14)])
-def test_row_14_n_ranks_have_one_gradient(one_step: Path, ranks: int, precision: str, limit: float) -> None:
-    """AdamW's first moment after one step is (1 - beta1) x the gradient. All tensors together: a tensor whose
-    gradient nearly cancels has a greater error relative to itself."""
+def test_row_14_ranks_compute_one_gradient(one_step: Path, ranks: int, precision: str, limit: float) -> None:
+    """AdamW's first moment after one step is (1 - beta1) x the gradient. The error is relative to all tensors
+    together, because a gradient that nearly cancels has a large error relative to itself."""
     gradients = [
         {k: v.double() for k, v in state(one_step / f"{precision}-{n}", 1).items() if k.endswith("/exp_avg")}
         for n in (1, ranks)

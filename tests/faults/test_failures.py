@@ -1,4 +1,4 @@
-"""Rows 1 to 3 and 20: a rank that raises, is killed, crashes, or finds no memory."""
+"""Rows 1 to 3 and 20: a rank that raises, is killed, crashes or runs out of memory."""
 
 import random
 import re
@@ -18,13 +18,13 @@ from tests.e2e.test_launchers import TOOLS, tool
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, write_files
 
-LIMIT_S = 60.0  # the goal is 5 s, which a busy machine may miss; what was measured is recorded
+LIMIT_S = 60.0  # the goal is 5 s, which a busy machine may miss; the measured time is recorded
 PLACES = ("step", "data", "compile")
 
 
 def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *settings: str) -> dict[str, Any]:
-    """One run that breaks where `number` draws it: what the console showed from the failure on, and
-    `failure` of summary.json. Holds what every failure must hold."""
+    """Train until an injected fault, whose place `number` draws, and check what all failures have in common.
+    Return the console lines from the failure on and `failure` of summary.json."""
     chance = random.Random(f"{what} {launcher} {number}")
     nproc = chance.choice([2, 4]) if FULL else 2
     rank, step = chance.randrange(nproc), chance.randrange(5)
@@ -41,11 +41,11 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
         **broken(what, rank=rank, step=step, place=place, once=str(sign)),
     )
     seconds = time.time() - sign.stat().st_mtime
-    said = done.stdout.splitlines()
-    start = next((i for i, line in enumerate(said) if line.startswith("failed:")), None)
+    lines = done.stdout.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith("failed:")), None)
     assert start is not None, done.stdout + done.stderr
-    assert not any(text in line for line in said[:start] for text in ("Traceback", "injected", "Fatal"))
-    first = said[start : start + 15]
+    assert not any(text in line for line in lines[:start] for text in ("Traceback", "injected", "Fatal"))
+    first = lines[start : start + 15]
     assert first[0].startswith(f"failed: rank {rank}: ")
     assert any(f"{run_dir}/logs/rank-{rank}.log" in line for line in first)
     assert done.returncode == 1
@@ -67,7 +67,7 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
         place=place,
         seconds=round(seconds, 2),
     )
-    return {"first": first, "said": said[start:], **facts}
+    return {"first": first, "console": lines[start:], **facts}
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
@@ -77,11 +77,11 @@ def test_row_01_the_rank_that_raises_is_named(tmp_path: Path, shards: Path, laun
         assert facts["message"].endswith("ValueError: injected by a test")
         assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in facts["first"])
         assert "inject/sitecustomize.py:" in facts["where"]
-        log = [line for line in facts["said"] if line.startswith("  | ")]
+        log = [line for line in facts["console"] if line.startswith("  | ")]
         assert log[-1] == "  | ValueError: injected by a test"
 
 
-# accelerate starts ranks by torchrun's code, in its own process
+# the short form omits accelerate, which starts ranks with torchrun's code in its own process
 @pytest.mark.parametrize("launcher", TOOLS if FULL else TOOLS[::2])
 def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: str) -> None:
     for number in rounds(1, 20):
@@ -93,17 +93,17 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
 
-def test_row_02_a_kill_for_want_of_memory(
+def test_row_02_a_kill_for_lack_of_host_memory_is_named(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's counter is a file of ours that rises when the rank is killed."""
+    """A file of this test replaces the kernel's counter; it is incremented when the rank is killed."""
     run_dir, root, sign = tmp_path / "run", tmp_path / "root", tmp_path / "broken"
     counter = root / "sys/fs/cgroup/job/memory.events"
     write_files(root, {str(counter): "oom_kill 0\n", "proc/self/cgroup": "0::/job\n"})
     write_config(run_dir, shards, "compile=off", "schedule.steps=100000", "run.device=cpu")
     files.write_json(run_dir / "environment.json", {"gpus": [], "memory_gib": 1.0, "memory_limit_gib": None})
 
-    def rise() -> None:
+    def increment_counter() -> None:
         while not sign.exists():
             time.sleep(0.01)
         counter.write_text("oom_kill 1\n")
@@ -111,14 +111,14 @@ def test_row_02_a_kill_for_want_of_memory(
     for name, value in broken("kill", rank=1, step=3, once=str(sign)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "MemoryWatch", lambda: MemoryWatch(root))
-    threading.Thread(target=rise, daemon=True).start()
+    threading.Thread(target=increment_counter, daemon=True).start()
     result = processes.run(run_dir, RankStart(2, ["--resume", "never"]))
     assert result.exit_code == 1
     assert result.failure is not None
     lines = card(result.failure, run_dir)
     assert lines[0] == "failed: rank 1: killed by signal 9 (SIGKILL): host out of memory"
     assert any("because host memory ran out" in line and "peaked at 0." in line for line in lines[:15])
-    # the program alone takes more than nine tenths of this estimate: no setting brings it below
+    # the target is nine tenths of the estimate, and the program alone needs more than that
     assert any(line.startswith("  fix: by the estimate, no smaller micro batch fits") for line in lines[:15])
     assert any(line.startswith("  memory: rank 1 ") for line in lines[:15])
     memory = read_json(run_dir / "summary.json")["failure"]["memory"]
@@ -143,13 +143,13 @@ def test_row_03_crashes_show_a_stack(
         assert facts["message"].endswith(f"killed by signal {name}")
         assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in facts["first"])
         assert any(line.startswith("  why: ") for line in facts["first"])
-        stack = [line for line in facts["said"] if line.startswith("  | ")]
+        stack = [line for line in facts["console"] if line.startswith("  | ")]
         assert stack[0].startswith("  | Fatal Python error: ")
         assert any("bert_dp/training/loop.py" in line and "in train_step" in line for line in stack)
 
 
-def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards: Path) -> None:
-    """torch's exception with its message, raised by hand: without a GPU too the advice is read off it."""
+def test_row_20_a_device_out_of_memory_error_suggests_a_micro_batch(tmp_path: Path, shards: Path) -> None:
+    """The fault raises torch's exception with its message, so the suggestion is tested without a GPU."""
     facts = fail(tmp_path, shards, "cuda_oom", 0, "torchrun", "precision=fp32")
     assert any("available: 10.00 GiB" in line for line in facts["first"])
     fix = next(line for line in facts["first"] if line.startswith("  fix: "))

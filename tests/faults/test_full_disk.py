@@ -1,4 +1,4 @@
-"""Row 11: the disk of the run directory itself is full, so that no record can grow either."""
+"""Row 11: the disk of the run directory is full, so that no record can be written either."""
 
 import contextlib
 import sys
@@ -20,7 +20,7 @@ def fill(filler: Path) -> None:
 
 
 def fill_and_free(place: Path, shards: Path) -> None:
-    """In a small file system of its own: fill it while the run trains, free it, see the run end well."""
+    """Fill the small file system while the run trains, free it, and check that the run completes."""
     run_dir, filler = place / "run", place / "filler"
     process = begin(shards, run_dir, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
     wait_for(step_reached(run_dir, 5), 300)
@@ -33,9 +33,9 @@ def fill_and_free(place: Path, shards: Path) -> None:
 
     wait_for(lambda: process.poll() is not None or step() > seen + 60)
     filler.unlink()
-    said, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, said + errors
-    assert " to metrics.jsonl: " in said
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    assert " to metrics.jsonl: " in output
     steps = logged(run_dir, "step")
     assert steps == sorted(set(steps))
     assert steps[-1] == 400
@@ -47,21 +47,21 @@ def fill_and_free(place: Path, shards: Path) -> None:
 
 
 def fill_and_stay(place: Path, shards: Path) -> None:
-    """The same, and it stays full to the end: the steps are all made, what fails is the last checkpoint."""
+    """Fill the file system until the end of the run: all steps complete, and the last checkpoint fails."""
     run_dir, filler = place / "run", place / "filler"
     process = begin(shards, run_dir, "schedule.steps=40", "checkpoint.every_steps=10", "compile=off", nproc=1)
     wait_for(step_reached(run_dir, 3), 300)
     fill(filler)
-    said, errors = process.communicate(timeout=300)
-    assert process.returncode == 1, said + errors
-    assert "Traceback" not in said + errors, said + errors
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 1, output + errors
+    assert "Traceback" not in output + errors, output + errors
     beat = files.read_heartbeat(files.heartbeat_path(run_dir, 0))
     assert beat.step == 40
-    first = next(line for line in said.splitlines() if line.startswith("failed: "))
+    first = next(line for line in output.splitlines() if line.startswith("failed: "))
     assert "No space left on device" in first
-    warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert sum("to metrics.jsonl" in line for line in warnings) <= 1, said
-    assert sum("could not be saved" in line for line in warnings) <= 1, said
+    warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert sum("to metrics.jsonl" in line for line in warnings) <= 1, output
+    assert sum("could not be saved" in line for line in warnings) <= 1, output
 
 
 @needs_mount
@@ -74,7 +74,7 @@ def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path, shards: Path, h
 
 
 @needs_mount
-def test_row_11_a_run_that_finds_no_room_says_so(tmp_path: Path, shards: Path) -> None:
+def test_row_11_a_start_on_a_full_disk_names_the_error(tmp_path: Path, shards: Path) -> None:
     place = tmp_path / "small"
     fill = ("sh", "-c", 'head -c 1m /dev/zero > "$0/filler"; exec "$@"', str(place))
     done = on_small_disk(place, "40k", *fill, *command(*train_command(shards, place / "run")))

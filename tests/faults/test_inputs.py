@@ -1,4 +1,4 @@
-"""Rows 21 to 24: damaged data, hostile files, secrets, and who can reach a run from outside."""
+"""Rows 21 to 24: damaged data, hostile files, secrets, and access to a run from outside."""
 
 import contextlib
 import functools
@@ -28,10 +28,10 @@ from tests.e2e.cli import (
     accepted,
     begin,
     bert_dp,
-    go_on,
     here,
     members,
     refused,
+    resume_run,
     step_reached,
     tiny,
     train,
@@ -45,8 +45,8 @@ from tests.shards import write_shards
 
 
 @pytest.fixture(scope="module")
-def told_secrets(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, str]:
-    """A run of 2 steps in an environment with secrets, and what it printed."""
+def run_with_secrets(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, str]:
+    """Return a run of 2 steps in an environment with secrets, and its output."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     run_dir.mkdir(mode=0o700)
     (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
@@ -55,16 +55,16 @@ def told_secrets(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tupl
 
 
 @pytest.fixture(scope="module")
-def finished(told_secrets: tuple[Path, str]) -> Path:
-    """A run of 2 steps; copy it before changing anything."""
-    return told_secrets[0]
+def finished(run_with_secrets: tuple[Path, str]) -> Path:
+    """Return a run of 2 steps, which a test must copy before changing it."""
+    return run_with_secrets[0]
 
 
 # --- row 21
 
 
 def damage(directory: Path, what: str, number: int) -> tuple[str, str]:
-    """Change something in a directory of shards; returns the hashes that were and are."""
+    """Change a file in a directory of shards, and return its hashes before and after the change."""
     file = directory / {"tokens": "train-00000.bin", "held-out": "held_out-00000.bin"}.get(
         what, "tokenizer.json"
     )
@@ -95,12 +95,12 @@ def test_row_21_changed_data_are_refused_before_step_0_with_both_hashes(tmp_path
         assert here("data", "inspect", str(directory)).returncode != 0
 
 
-def test_row_21_a_run_does_not_go_on_with_other_data(tmp_path: Path, shards: Path, finished: Path) -> None:
+def test_row_21_a_run_does_not_resume_with_other_data(tmp_path: Path, shards: Path, finished: Path) -> None:
     run_dir = shutil.copytree(finished, tmp_path / "run")
     other = write_shards(tmp_path / "other", seed=1)
     hashes = [read_json(d / "manifest.json")["hash"][:16] for d in (shards, other)]
-    said = refused(*train_command(other, run_dir, "schedule.steps=4"))
-    assert all(value in said for value in hashes), said
+    output = refused(*train_command(other, run_dir, "schedule.steps=4"))
+    assert all(value in output for value in hashes), output
 
 
 # --- row 22
@@ -114,15 +114,15 @@ class Hostile:
         return os.system, (f"touch {self.canary}",)
 
 
-def made_right(file: Path) -> None:
-    """The checkpoint's manifest fits its changed file again: the work of one who knows the format."""
+def update_manifest(file: Path) -> None:
+    """Update the checkpoint's manifest for a changed file, as an attacker who knows the format would."""
     manifest = read_json(file.with_name("manifest.json"))
     manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_hash(file)}
     file.with_name("manifest.json").write_text(json.dumps(manifest))
 
 
-def test_the_canary_would_sing(tmp_path: Path) -> None:
-    """Without this the next two tests would hold of a harmless file."""
+def test_the_hostile_pickle_executes_its_command(tmp_path: Path) -> None:
+    """With a harmless pickle, the next two tests would pass without checking anything."""
     pickle.loads(pickle.dumps(Hostile(tmp_path / "canary")))
     assert (tmp_path / "canary").exists()
 
@@ -143,7 +143,7 @@ def test_the_canary_would_sing(tmp_path: Path) -> None:
 def test_row_22_a_checkpoint_with_a_pickle_or_odd_tensors_is_refused(
     tmp_path: Path, finished: Path, file: str, change: Any, message: str
 ) -> None:
-    """`change`: of the file's tensors; None: a pickle stands in its place."""
+    """`change` maps the file's tensors to others; None replaces the file with a pickle."""
     run_dir, canary = shutil.copytree(finished, tmp_path / "run"), tmp_path / "canary"
     checkpoint = max((run_dir / "checkpoints").glob("step-" + "[0-9]" * 8))
     path = checkpoint / file
@@ -151,13 +151,13 @@ def test_row_22_a_checkpoint_with_a_pickle_or_odd_tensors_is_refused(
         path.write_bytes(pickle.dumps(Hostile(canary)))
     else:
         save_file(change(load_file(path)), path)
-    made_right(path)
+    update_manifest(path)
     named = () if change else ("--resume", str(checkpoint))
-    done = go_on(run_dir, "schedule.steps=4", options=named, code=2)
+    done = resume_run(run_dir, "schedule.steps=4", options=named, code=2)
     assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     if file == "model.safetensors" and change is None:
-        assert "resuming" not in go_on(run_dir, "schedule.steps=4", code=None).stdout
+        assert "resuming" not in resume_run(run_dir, "schedule.steps=4", code=None).stdout
     assert not canary.exists()
 
 
@@ -183,7 +183,7 @@ def test_row_22_yaml_that_would_run_a_command_is_refused(tmp_path: Path, shards:
     assert not canary.exists()
 
 
-# --- what lies in the current folder is data, never code
+# --- modules of the current folder are never imported
 
 MODULES = ("random", "json", "numpy", "psutil", "tokenizers", "torch", "safetensors", "yaml")
 PACKAGES = ("launcher", "bert_dp", "accelerate", "deepspeed")
@@ -194,7 +194,7 @@ Executed = Callable[[], str]
 
 @pytest.fixture
 def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
-    """The current folder is full of modules that note their import; this gives those that were imported."""
+    """Fill the current folder with modules that record their import; return a reader of the record."""
     folder, marker = tmp_path / "here", tmp_path / "executed"
     names = [*(f"{name}.py" for name in MODULES), *(f"{name}/__init__.py" for name in PACKAGES)]
     write_files(folder, dict.fromkeys(names, CODE.format(marker=str(marker))))
@@ -202,10 +202,10 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
     return lambda: marker.read_text() if marker.exists() else ""
 
 
-def test_doctor_the_data_room_and_what_scale_starts_import_nothing_from_there(
+def test_doctor_data_build_and_scale_import_nothing_from_the_current_folder(
     tmp_path: Path, executed: Executed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy machine has the time that doctor's all-reduce needs."""
+    """The all-reduce of doctor gets a longer time limit, because the machine may be busy."""
     monkeypatch.setattr(doctor, "all_reduce", functools.partial(doctor.all_reduce, 300.0))
     found = here("doctor", "--run-dir", str(tmp_path))
     assert executed() == ""
@@ -250,7 +250,7 @@ if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
 
 
 def leaks(run_dir: Path) -> list[str]:
-    """Files of a run that hold a secret, in any of the ways in which one may be written."""
+    """Return the files of a run that contain a secret as plain text or escaped as in JSON or HTML."""
     leaked = []
     for path in (p for p in run_dir.rglob("*") if p.is_file()):
         data = path.read_bytes()
@@ -260,9 +260,9 @@ def leaks(run_dir: Path) -> list[str]:
     return leaked
 
 
-def test_row_23_no_file_of_a_run_holds_a_secret(told_secrets: tuple[Path, str]) -> None:
-    """Nor does a word that is called one change what the run says of itself, nor is a file of the user's."""
-    run_dir, said = told_secrets
+def test_row_23_no_file_of_a_run_contains_a_secret(run_with_secrets: tuple[Path, str]) -> None:
+    """Ordinary words in variables named like secrets are not redacted, and a user's file is not changed."""
+    run_dir, output = run_with_secrets
     assert leaks(run_dir) == [".env: HF_TOKEN"]
     summary = read_json(run_dir / "summary.json")
     assert (summary["status"], summary["exit_code"]) == ("done", 0)
@@ -270,14 +270,14 @@ def test_row_23_no_file_of_a_run_holds_a_secret(told_secrets: tuple[Path, str]) 
     for name in ("summary.json", "environment.json", "report.html"):
         assert "redacted" not in (run_dir / name).read_text()
     assert run_dir.stat().st_mode & 0o777 == 0o700
-    assert not [value for value in SECRETS.values() if value in said]
+    assert not [value for value in SECRETS.values() if value in output]
 
 
-def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: Path, shards: Path) -> None:
+def test_row_23_secrets_in_errors_and_logs_of_failed_runs_are_redacted(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     environ = {**SECRETS, "LEAKED": " ".join(SECRETS), "PYTHONPATH": with_site(tmp_path, LEAK)}
     done = train(shards, run_dir, "compile=off", code=1, **environ)
-    assert "401 for" in (run_dir / "logs" / "rank-1.error.json").read_text()  # the fault did happen
+    assert "401 for" in (run_dir / "logs" / "rank-1.error.json").read_text()  # the fault was injected
     assert "request failed:" in (run_dir / "logs" / "rank-1.log").read_text()
     assert "401 for" in (run_dir / "summary.json").read_text()
     assert "401 for" in done.stdout
@@ -287,12 +287,12 @@ def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: 
     assert leaks(run_dir) == []
 
 
-def test_row_23_a_setting_that_holds_one_is_refused(tmp_path: Path, shards: Path) -> None:
+def test_row_23_a_setting_that_contains_a_secret_is_refused(tmp_path: Path, shards: Path) -> None:
     place = write_shards(tmp_path / SECRETS["HF_TOKEN"])
-    said = refused(*train_command(place, tmp_path / "run"), **SECRETS)
-    assert said.startswith("error: data.path: ")
-    assert "HF_TOKEN" in said
-    assert SECRETS["HF_TOKEN"] not in said
+    output = refused(*train_command(place, tmp_path / "run"), **SECRETS)
+    assert output.startswith("error: data.path: ")
+    assert "HF_TOKEN" in output
+    assert SECRETS["HF_TOKEN"] not in output
     assert not (tmp_path / "run").exists()
 
 
@@ -301,9 +301,9 @@ def test_row_23_no_other_user_can_write_a_run_directory(tmp_path: Path, shards: 
     (tmp_path / "open").chmod(0o777)
     assert "is writable by every user" in refused(*train_command(shards, tmp_path / "open"))
     assert not list((tmp_path / "open").iterdir())
-    standing = shutil.copytree(finished, tmp_path / "run")
-    standing.chmod(0o777)
-    again = train(shards, standing)  # a file system without modes must not lock a run out
+    existing = shutil.copytree(finished, tmp_path / "run")
+    existing.chmod(0o777)
+    again = train(shards, existing)  # runs must also resume on file systems without modes
     assert "is writable by every user" in again.stdout
 
 
@@ -311,7 +311,7 @@ def test_row_23_no_other_user_can_write_a_run_directory(tmp_path: Path, shards: 
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """(address, port) of every socket that a process of the run listens on."""
+    """Return (address, port) of every socket on which a process of the run listens."""
     addresses = set()
     with contextlib.suppress(psutil.Error):
         for member in [process, *process.children(recursive=True)]:
@@ -323,11 +323,11 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
-def test_row_24_only_loopback_and_a_stopped_run_goes_on(
+def test_row_24_a_run_listens_on_loopback_only_and_resumes_after_a_stop(
     tmp_path: Path, shards: Path, executed: Executed, launcher: str
 ) -> None:
-    """From the first process to the third step, looked at 20 times a second; then SIGTERM. The current
-    folder is full of modules, none of which is imported."""
+    """Read the sockets 20 times a second until the third step, then send SIGTERM. No module of the current
+    folder is imported."""
     run_dir, options = tmp_path / "a run", ("--launcher", launcher)
     process = begin(shards, run_dir, "schedule.steps=100000", "compile=off", options=options)
     seen: set[tuple[str, int]] = set()
@@ -344,7 +344,7 @@ def test_row_24_only_loopback_and_a_stopped_run_goes_on(
         process.terminate()
         out, err = process.communicate(timeout=120)
     observe(24, launcher=launcher, sockets=len(seen))
-    assert seen, "gloo listens somewhere"
+    assert seen, "no socket was seen, although gloo listens on one"
     assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}, seen
     assert process.returncode == 143, out + err
     assert f"launcher: {launcher}" in out
@@ -353,7 +353,7 @@ def test_row_24_only_loopback_and_a_stopped_run_goes_on(
     assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", signal.SIGTERM, 2)
     assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
     steps = summary["step"] + 2
-    go_on(run_dir, f"schedule.steps={steps}", nproc=2, options=options)
+    resume_run(run_dir, f"schedule.steps={steps}", nproc=2, options=options)
     assert logged(run_dir, "step") == list(range(1, steps + 1))
     assert read_json(run_dir / "summary.json")["status"] == "done"
     assert read_json(run_dir / "environment.json")["launcher"] == launcher

@@ -1,4 +1,4 @@
-"""Row 25: clocks that jump, logs larger than memory should hold, metrics of a million steps."""
+"""Row 25: clocks that jump, logs that are too large for memory, and metrics of a million steps."""
 
 import json
 import os
@@ -16,11 +16,11 @@ from tests.helpers import read_json, read_lines
 from tests.report_fixture import metrics
 
 GROWTH_MB = 50
-OURS = 'any(word in ("bert_dp.worker", "launcher") for word in sys.orig_argv)'
+IS_BERT_DP = 'any(word in ("bert_dp.worker", "launcher") for word in sys.orig_argv)'
 # the wall clock runs backwards, a hundred times as fast, and starts in another year
 CLOCK = f"""
 import sys, time
-if {OURS}:
+if {IS_BERT_DP}:
     real, real_ns, origin = time.time, time.time_ns, time.time()
     time.time = lambda: 4e8 - 100 * (real() - origin)
     time.time_ns = lambda: int(time.time() * 1e9)
@@ -33,7 +33,7 @@ if os.environ.get("RANK") == "0" and "bert_dp.worker" in sys.orig_argv:
     class Flooding(mlm.MaskedLanguageModel):
         left = int(os.environ["FLOOD_BYTES"])
         def num_targets(self, first_sample, count):
-            part = b"".join(b"line %06d of a library that says too much\\n" % i for i in range(20_000))
+            part = b"".join(b"line %06d of a library that prints too much\\n" % i for i in range(20_000))
             while self.left > 0:
                 os.write(1, part)
                 print(os.environ["FLOOD_TOKEN"], end="", flush=True)
@@ -41,7 +41,7 @@ if os.environ.get("RANK") == "0" and "bert_dp.worker" in sys.orig_argv:
             return super().num_targets(first_sample, count)
     mlm.make_task = Flooding
 """
-# not ru_maxrss, which a process inherits from the one that started it
+# VmHWM instead of ru_maxrss, which a process inherits from its parent
 PEAK = """
 import sys
 def peak_mb():
@@ -61,7 +61,7 @@ def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, run_dir: Path
 
 
 def many_lines(path: Path, count: int) -> None:
-    """metrics.jsonl of `count` steps with one spike."""
+    """Write metrics.jsonl of `count` steps with one loss spike."""
     line = metrics(0)
     with path.open("w", encoding="utf-8") as file:
         for step in range(1, count + 1):
@@ -71,7 +71,7 @@ def many_lines(path: Path, count: int) -> None:
 
 
 def growth_mb(code: str, *arguments: str) -> float:
-    """By how much a process of its own grows while it runs `code`, after what `code` imports first."""
+    """Return the growth of a process's peak memory, in MB, while it runs `code` after its imports."""
     imports, _, work = code.partition("---\n")
     whole = f"{PEAK}{imports}before = peak_mb()\n{work}print(peak_mb() - before)\n"
     done = subprocess.run(
@@ -108,11 +108,11 @@ def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_p
 
 
 def test_row_25_a_log_of_gigabytes_does_not_fill_the_launchers_memory(tmp_path: Path, shards: Path) -> None:
-    """Rank 0 floods its log, which the console follows, and puts a secret in between."""
+    """Rank 0 floods its log, which the console follows, and prints a secret between the lines."""
     num_bytes = 2 * 10**9 if FULL else 2 * 10**8
     run_dir = tmp_path / "run"
     environ = {"PYTHONPATH": with_site(tmp_path, FLOOD), "FLOOD_BYTES": str(num_bytes), "FLOOD_TOKEN": SECRET}
-    with (tmp_path / "out").open("w") as out:  # not a pipe, which would stop the launcher when it is full
+    with (tmp_path / "out").open("w") as out:  # a full pipe would block the launcher
         process = begin(shards, run_dir, "compile=off", nproc=1, stdout=out, **environ)
         log, first, peak = run_dir / "logs" / "rank-0.log", 0.0, 0.0
         launcher = psutil.Process(process.pid)
@@ -132,4 +132,4 @@ def test_row_25_a_log_of_gigabytes_does_not_fill_the_launchers_memory(tmp_path: 
     assert peak - first < GROWTH_MB
     done = subprocess.run(["grep", "-c", SECRET, str(log)], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "0"
-    assert os.path.getsize(tmp_path / "out") < num_bytes / 10  # nor is all of it shown
+    assert os.path.getsize(tmp_path / "out") < num_bytes / 10  # the console shows only a part of the log

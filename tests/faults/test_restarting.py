@@ -15,10 +15,10 @@ from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import state, train_runs, write_run
 
-INTERVAL = 20  # steps between two checkpoints of the soak
+INTERVAL = 20  # steps between two checkpoints of row 26
 
 
-def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -> None:
+def test_row_18_simultaneous_launchers_do_not_collide(tmp_path: Path, shards: Path) -> None:
     count = 8 if FULL else 2
     for number in rounds(1, 20):
         together = [begin(shards, tmp_path / f"run-{number}-{k}") for k in range(count)]
@@ -49,7 +49,7 @@ def test_row_19_a_crash_loop_ends_and_keeps_its_logs(run_dir: Path, shards: Path
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"] if FULL else ["torchrun"])
-def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, launcher: str) -> None:
+def test_row_19_an_elastic_run_restarts_with_fewer_ranks(tmp_path: Path, shards: Path, launcher: str) -> None:
     run_dir = tmp_path / "run"
     train(
         shards,
@@ -67,22 +67,21 @@ def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, l
 
 
 def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path, shards: Path) -> None:
-    """A rank killed, stopped for a moment, or the whole launcher killed and started again; in the short form
-    three times. What a kill loses: the steps since the newest checkpoint that is whole, and one may be in the
-    making."""
-    dice = random.Random(26 if FULL else 141)  # 141: one of each kind comes first
+    """Kill a rank, stop a rank for 2 s, or kill and restart the launcher; three times in the short form. A
+    kill loses the steps since the newest complete checkpoint; another one may be unfinished."""
+    dice = random.Random(26 if FULL else 141)  # 141: the first three faults are of different kinds
     steps, every, pause, faults = (40_000, 30.0, 1800.0, math.inf) if FULL else (200, 0.0, math.inf, 3)
     settings = [f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}"]
     settings += [] if FULL else ["compile=off"]
     run_dir, lost = tmp_path / "soak", []
     again = ("--max-restarts", "1000")
-    said = (tmp_path / "said").open("w+")  # more than a pipe holds
-    process = begin(shards, run_dir, *settings, options=again, stdout=said)
+    console = (tmp_path / "console").open("w+")  # a file, because a pipe could fill up
+    process = begin(shards, run_dir, *settings, options=again, stdout=console)
     begun, due = time.monotonic(), INTERVAL
     try:
         while time.monotonic() - begun < pause and len(lost) < faults and process.poll() is None:
             workers = [m for m in members(run_dir) if is_rank(m)]
-            if not workers or not due < len(lines_so_far(run_dir)) < steps:  # it starts again, or ends
+            if not workers or not due < len(lines_so_far(run_dir)) < steps:  # the run restarts or ends
                 time.sleep(0.1)
                 continue
             what = dice.choice(["rank", "rank", "pause", "launcher"])
@@ -91,7 +90,7 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
                 process.communicate()
                 wait_for(lambda: not members(run_dir), seconds=60)
                 lost.append(steps_to_lose(run_dir))
-                process = begin(shards, run_dir, *settings, options=again, stdout=said)
+                process = begin(shards, run_dir, *settings, options=again, stdout=console)
             elif what == "rank":
                 victim = dice.choice(workers)
                 victim.kill()
@@ -111,14 +110,14 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
         if process.poll() is None:
             process.kill()
             process.communicate()
-    said.seek(0)
-    assert process.returncode == 0, [said.read()[-5000:], errors]
+    console.seek(0)
+    assert process.returncode == 0, [console.read()[-5000:], errors]
     assert lost
     assert max(lost) <= 2 * INTERVAL + 1
     assert logged(run_dir, "step") == list(range(1, steps + 1))
     whole = write_run(tmp_path / "whole", yaml.safe_load((run_dir / "config.yaml").read_text()))
     train_runs(2, [whole])
-    one, other = state(whole, steps), state(run_dir, steps)  # of weights and optimizer, bit for bit
+    one, other = state(whole, steps), state(run_dir, steps)  # weights and optimizer state
     assert one.keys() == other.keys()
     assert [name for name in one if not one[name].equal(other[name])] == []
 
@@ -132,7 +131,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def steps_to_lose(run_dir: Path) -> int:
-    """Steps that are logged beyond the newest whole checkpoint."""
+    """Return the number of logged steps after the newest complete checkpoint."""
     whole = [int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-????????")]
     return max(0, len(lines_so_far(run_dir)) - max(whole, default=0))
 

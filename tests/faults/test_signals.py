@@ -1,4 +1,4 @@
-"""Rows 4 to 6: the launcher killed, stop signals, and a stop signal in every place of a run."""
+"""Rows 4 to 6: a killed launcher, stop signals, and a stop signal in every phase of a run."""
 
 import random
 import signal
@@ -15,11 +15,11 @@ from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 
 ENDLESS = ("schedule.steps=100000", "checkpoint.every_steps=5", "compile=off")
-LOGGED = (*ENDLESS, "log.to=[tensorboard]")  # by a child of the launcher
+LOGGED = (*ENDLESS, "log.to=[tensorboard]")  # a child of the launcher sends the records
 
 
 def scratch_of(process: psutil.Process) -> list[Path]:
-    """The launcher's own temporary directories, as its children know them."""
+    """Return the launcher's temporary directories, which the environment of its children names."""
     return [
         Path(value).parent
         for child in process.children(recursive=True)
@@ -31,10 +31,8 @@ def scratch_of(process: psutil.Process) -> list[Path]:
 @pytest.mark.parametrize(
     ("is_stopped", "full"), [pytest.param(False, 50, marks=pytest.mark.quick), (True, 10)]
 )
-def test_row_04_a_killed_launcher_leaves_nothing(
-    tmp_path: Path, shards: Path, is_stopped: bool, full: int
-) -> None:
-    """Nor does a stopped rank, which cannot see that its launcher is gone, nor torchrun, which waits."""
+def test_row_04_no_process_survives(tmp_path: Path, shards: Path, is_stopped: bool, full: int) -> None:
+    """A stopped rank, which cannot notice the end of its launcher, and a waiting torchrun are also ended."""
     for number in rounds(1, full):
         run_dir = tmp_path / f"run-{number}"
         process = begin(shards, run_dir, *LOGGED)
@@ -56,8 +54,8 @@ def test_row_04_a_killed_launcher_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"] if FULL else ["SIGINT"])
-def test_row_05_once_checkpoints(tmp_path: Path, shards: Path, name: str) -> None:
-    """The others are sent by row 6."""
+def test_row_05_one_signal_saves_a_checkpoint(tmp_path: Path, shards: Path, name: str) -> None:
+    """The short form tests SIGINT, because row 6 sends the other signals."""
     number = signal.Signals[name]
     for attempt in rounds(1, 10):
         run_dir = tmp_path / f"run-{attempt}"
@@ -78,18 +76,18 @@ def test_row_05_once_checkpoints(tmp_path: Path, shards: Path, name: str) -> Non
         assert state["step"] == summary["step"] == read_lines(run_dir / "metrics.jsonl")[-1]["step"]
 
 
-def test_row_05_twice_ends_at_once(tmp_path: Path, shards: Path) -> None:
+def test_row_05_a_second_signal_ends_the_run_at_once(tmp_path: Path, shards: Path) -> None:
     for attempt in rounds(1, 10):
         run_dir = tmp_path / f"run-{attempt}"
         process = begin(
             shards, run_dir, *ENDLESS, **broken("sleep", place="step", step=6)
-        )  # once would wait for ever
+        )  # after one signal, the run would wait for this rank
         wait_for(step_reached(run_dir, 6))
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         time.sleep(1.0)
         assert process.poll() is None
-        process.send_signal(signal.SIGTERM)  # of whatever kind
+        process.send_signal(signal.SIGTERM)  # the second signal may differ from the first
         started = time.monotonic()
         process.communicate(timeout=60)
         observe(5, signal="two", seconds=time.monotonic() - started)
@@ -97,7 +95,7 @@ def test_row_05_twice_ends_at_once(tmp_path: Path, shards: Path) -> None:
         assert not any(is_alive(p) for p in family)
 
 
-PLACES = {  # the step that is slow there, so that the signal finds the run in this place, and the signal
+PLACES = {  # the step that sleeps in this place, so that the signal arrives during the sleep, and the signal
     "compile": (0, signal.SIGTERM),
     "step": (4, signal.SIGHUP),
     "eval": (4, signal.SIGUSR1),
@@ -107,7 +105,7 @@ PLACES = {  # the step that is slow there, so that the signal finds the run in t
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_row_06_any_stop_leaves_a_valid_checkpoint(tmp_path: Path, shards: Path, place: str) -> None:
+def test_row_06_a_stop_anywhere_leaves_a_valid_checkpoint(tmp_path: Path, shards: Path, place: str) -> None:
     step, number = PLACES[place]
     for attempt in rounds(1, 20):
         run_dir = tmp_path / f"{place}-{attempt}"
@@ -125,7 +123,7 @@ def test_row_06_any_stop_leaves_a_valid_checkpoint(tmp_path: Path, shards: Path,
         assert (summary["status"], summary["signal"]) == ("stopped", number)
         last = read_lines(run_dir / "metrics.jsonl")[-1]["step"] if summary["step"] else 0
         state = read_json(run_dir / summary["checkpoint"] / "state.json")
-        assert state["step"] == summary["step"] == last  # nothing that was done is lost
+        assert state["step"] == summary["step"] == last  # no completed step is lost
         observe(6, place=place, step=summary["step"])
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         write_run(run_dir, {**config, "schedule": {**config["schedule"], "steps": state["step"] + 2}})

@@ -1,13 +1,13 @@
-"""Check that this machine's GPUs train correctly, then measure how fast they are; ends with a table.
+"""Check that this machine's GPUs train correctly, measure their speed, and print a table.
 
     python -m tests.gpu [--total SECONDS] [--data SHARDS] [PART...]
 
-Parts run in the order of the list below; `checks` stands for those that measure no time and run side by side.
-Each part is a process group of its own with a time limit. A part that passed with this code on this device is
-not run again. DIR (--out, default .gpu) gets results.jsonl, record.json (the machine and all results),
-table.txt, and logs/ and raw/ by part. Exit code 1 when a part failed or was left out, or there is no GPU.
+Parts run in the order of the list below; `checks` selects parts that measure no time, which run concurrently.
+Each part is a process group with a time limit. A part that passed with this code on this device is not run
+again. DIR (--out, default .gpu) gets results.jsonl, record.json (the machine and all results), table.txt, and
+folders logs/ and raw/. The exit code is 1 if a part failed or was left out, or if there is no GPU.
 
-`--short` runs every part on the CPU at tiny size: it tests the parts and says nothing about a GPU.
+`--short` runs every part on the CPU at tiny size, which tests the parts but no GPU.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from tests.gpu import checks
 from tests.gpu.checks import Found, Place
 from tests.resumable import ROOT, Results
 
-SHORT_LIMIT_S = 600.0  # of a part in the short form, whatever else the CPU does
+SHORT_LIMIT_S = 600.0  # time limit of a part in the short form, long enough for a busy CPU
 GRACE_S = 8.0  # between SIGTERM and SIGKILL
-SPARE_S = 5.0  # of --total, for the table
-LARGEST_RAW = 2**21  # bytes of a record that is kept
+SPARE_S = 5.0  # seconds of --total that are reserved for the table
+LARGEST_RAW = 2**21  # bytes; larger records are not kept
 KEPT = ("*.json", "*.jsonl", "*.log", "trace.json.gz")
 
 
@@ -46,11 +46,11 @@ class Part:
     run: Callable[[Place], Found]
     limit_s: float = 200.0
     least_s: float = 60.0
-    """Less time than this is not worth a start."""
+    """The part is not started if fewer seconds than this remain."""
     side_by_side: bool = False
-    """Runs beside other parts: it measures no time."""
+    """The part may run concurrently with others, because it measures no time."""
     in_short: bool = True
-    """Runs in the short form also where it is not named."""
+    """The short form includes the part by default."""
 
 
 def step(limit_s: float, *, in_short: bool = True, **options: Any) -> Part:
@@ -98,12 +98,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"checks, {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--short", action="store_true", help="on the CPU, at tiny size")
-    parser.add_argument("--total", type=float, default=math.inf, metavar="SECONDS", help="for all parts")
+    parser.add_argument("--short", action="store_true", help="run on the CPU at tiny size")
     parser.add_argument(
-        "--began", type=float, default=time.time(), help="when --total began, in epoch seconds"
+        "--total", type=float, default=math.inf, metavar="SECONDS", help="time limit of all parts"
     )
-    parser.add_argument("--data", type=Path, metavar="SHARDS", help="real text (default: the built-in one)")
+    parser.add_argument("--began", type=float, default=time.time(), help="start of --total in epoch seconds")
+    parser.add_argument("--data", type=Path, metavar="SHARDS", help="real text (default: the built-in text)")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu", metavar="DIR", help="default: .gpu")
     parser.add_argument("--one", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
     parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
@@ -114,20 +114,20 @@ def main() -> int:
     if unknown := set(names) - set(PARTS):
         parser.error(f"PART: {', '.join(sorted(unknown))}: choose from checks, {', '.join(PARTS)}")
     if o.data is not None and not (o.data / "manifest.json").exists():
-        parser.error(f"--data: {o.data} holds no shards; make them with bert-dp data build")
+        parser.error(f"--data: {o.data} contains no shards; make them with `bert-dp data build`")
     if o.one:
-        return run_here(names[0], o)
+        return run_part(names[0], o)
     device, o.devices = ("CPU, short form", 2) if o.short else gpus()
     if not o.devices:
         print("no GPU that torch can use: nothing was checked.")
-        print("`python -m tests.gpu --short` runs the parts themselves on the CPU, at tiny size.")
+        print("`python -m tests.gpu --short` runs the parts on the CPU at tiny size.")
         return 1
     return run_parts(list(dict.fromkeys(names)), device, o)
 
 
 def run_parts(names: list[str], device: str, o: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # ends what runs, see start_parts
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # makes start_parts end its parts
     deadline = time.monotonic() + o.total - (time.time() - o.began) - SPARE_S
     results = Results(
         o.out, "part", lambda line: line["ok"], code_of=("launcher", "bert_dp", "benchmarks", "tests")
@@ -166,12 +166,12 @@ class Running:
 def start_parts(
     names: list[str], deadline: float, o: argparse.Namespace
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run parts in order, neighbours side by side where both may; yields each result when it is there. Ends
-    what still runs when it is closed or interrupted."""
+    """Run parts in order, consecutive checks concurrently, and yield each result as soon as its part ends.
+    End all running parts when the generator is closed or interrupted."""
     running: dict[str, Running] = {}
     waiting = list(names)
     overlapping = set(PARTS if o.short else CHECKS)
-    slots = len(os.sched_getaffinity(0))  # the checks are mostly Python and compilation: a core for each
+    slots = len(os.sched_getaffinity(0))  # a core per check, because checks are mostly Python and compilation
     try:
         while waiting or running:
             while waiting and (
@@ -179,7 +179,7 @@ def start_parts(
             ):
                 name, left = waiting.pop(0), deadline - time.monotonic()
                 if left < (part := PARTS[name]).least_s and not (o.short and left > SPARE_S):
-                    print(f"{name}: left out, {left:.0f} s of --total are left", flush=True)
+                    print(f"{name}: left out, only {left:.0f} s of --total remain", flush=True)
                 else:
                     running[name] = start(name, min(SHORT_LIMIT_S if o.short else part.limit_s, left), o)
             for name, one in list(running.items()):
@@ -194,7 +194,7 @@ def start_parts(
 
 
 def start(name: str, limit_s: float, o: argparse.Namespace) -> Running:
-    """Start a part in a process group of its own; its output goes to logs/NAME.log."""
+    """Start a part in a new process group, with its output in logs/NAME.log."""
     folder = o.out / "work" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -205,7 +205,7 @@ def start(name: str, limit_s: float, o: argparse.Namespace) -> Running:
     if o.short or name in CHECKS:
         environ |= {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     if o.short:
-        environ["TORCH_COMPILE_DISABLE"] = "1"  # tests/parity compiles; here it would take most of the time
+        environ["TORCH_COMPILE_DISABLE"] = "1"  # compilation would take most of the time
     with (o.out / "logs" / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -220,7 +220,7 @@ def start(name: str, limit_s: float, o: argparse.Namespace) -> Running:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group, also processes that a finished leader has left running on the GPU."""
+    """End the process group, including processes that a finished leader left running on the GPU."""
     with contextlib.suppress(ProcessLookupError):  # no process of the group is left
         os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + GRACE_S
@@ -233,13 +233,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def result_of(name: str, one: Running, late: bool, out: Path) -> dict[str, Any]:
-    """The result of a part that has ended, or how it ended; keeps its records in raw/NAME."""
+    """Return the result of a part that has ended, and copy its records to raw/NAME."""
     found = files.read_json(one.folder / "found.json")
-    if found is None or (one.process.returncode != 0 and not late):  # what is written is complete
+    if found is None or (one.process.returncode != 0 and not late):  # found.json of a late part is complete
         code = one.process.returncode
         how = f"was ended after {one.limit_s:.0f} s" if late else f"ended with exit code {code}"
-        said = last_error((out / "logs" / f"{name}.log").read_text(errors="replace"))
-        found = {"facts": {}, "problems": [f"{name} {how}: {said}"]}
+        error = last_error((out / "logs" / f"{name}.log").read_text(errors="replace"))
+        found = {"facts": {}, "problems": [f"{name} {how}: {error}"]}
     raw = out / "raw" / name
     shutil.rmtree(raw, ignore_errors=True)
     for path in (path for pattern in KEPT for path in one.folder.rglob(pattern)):
@@ -256,14 +256,14 @@ def result_of(name: str, one: Running, late: bool, out: Path) -> dict[str, Any]:
 
 
 def last_error(text: str) -> str:
-    """The last line of a log that names an error, else the last line."""
+    """Return the last line of a log that names an error, or the last line if none does."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(error|exception)\b|^failed", line, re.IGNORECASE)]
     return (errors or lines or [""])[-1][-300:]
 
 
-def run_here(name: str, o: argparse.Namespace) -> int:
-    """In the part's own process."""
+def run_part(name: str, o: argparse.Namespace) -> int:
+    """Run a part in this process and write its result to found.json."""
     folder = o.out / "work" / name
     found = PARTS[name].run(Place(o.devices, o.short, o.one, folder, o.data))
     files.write_json(folder / "found.json", dataclasses.asdict(found))
@@ -271,7 +271,7 @@ def run_here(name: str, o: argparse.Namespace) -> int:
 
 
 def gpus() -> tuple[str, int]:
-    """Name of the first GPU that torch can use, and how many there are."""
+    """Return the name of the first GPU that torch can use, and the number of GPUs."""
     import torch
 
     if not torch.cuda.is_available():
@@ -280,7 +280,7 @@ def gpus() -> tuple[str, int]:
 
 
 def write_record(out: Path, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
-    """Write record.json and table.txt; print the table."""
+    """Write record.json and table.txt, and print the table."""
     environment = records.environment(**facts)
     files.write_json(out / "record.json", {"environment": environment, "parts": results})
     lines = list(table(results, f"{facts['devices']} x {facts['device']}"))
@@ -298,7 +298,7 @@ def table(results: list[dict[str, Any]], title: str) -> Iterator[str]:
 
 
 def rows(facts: dict[str, Any], above: str = "") -> Iterator[str]:
-    """One line for the plain values of each (nested) dictionary."""
+    """Yield a line with the plain values of each (nested) dictionary."""
     plain = [
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in facts.items()

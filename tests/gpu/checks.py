@@ -1,5 +1,5 @@
-"""Check that a GPU trains what it should; the parts of `make gpu` that are right or wrong. Each check is one
-function. In the short form the device is the CPU and everything is tiny, which tests the checks themselves.
+"""Check that a GPU trains correctly: the parts of `make gpu` that pass or fail. Each check is a function. In
+the short form the device is the CPU and all sizes are tiny, which tests the checks themselves.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ from tests.parity.runs import settings, state, train_run, train_runs, write_run
 from tests.shards import write_shards
 
 CLOCK_TOLERANCE = 0.05
-NARROW_TOLERANCE = 0.02  # nats, of 16 bits from fp32 over 30 steps
-COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, from eager
+NARROW_TOLERANCE = 0.02  # nats, between 16-bit and fp32 losses over 30 steps
+COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, between compiled and eager losses
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where and for how long a part runs."""
+    """Devices, time limit and folders of a part."""
 
     devices: int
-    """GPUs, or ranks in the short form."""
+    """Number of GPUs, or of ranks in the short form."""
     short: bool
     seconds: float
     """Time after which the part is ended."""
     folder: Path
-    """Empty at the start; JSON files in it are kept."""
+    """Folder that is empty at the start; JSON files in it are kept."""
     data: Path | None = None
     """Shards of real text. None = the built-in text."""
 
@@ -58,7 +58,7 @@ class Found:
     """Result of a part."""
 
     facts: dict[str, Any]
-    """Shown in the table and kept in the record. `skipped`: the reason why nothing was done."""
+    """Values of the table and the record. `skipped` is the reason why nothing was done."""
     problems: list[str]
 
 
@@ -66,24 +66,24 @@ class Found:
 
 
 def engines(place: Place) -> Found:
-    """Every engine, alone and on several devices, trains the model that one process trains (fp32)."""
+    """Check that every engine, on one and several devices, trains the same model as one process (fp32)."""
     names = [name for name in matrix.ENGINES if not name.startswith("deepspeed")]
     cells = engine_cells(place, names)
     return compare(place, [cells[:2] if place.short else cells])
 
 
 def deepspeed(place: Place) -> Found:
-    """DeepSpeed's stages train the model that one process trains (fp32)."""
+    """Check that DeepSpeed's stages train the same model as one process (fp32)."""
     cells = engine_cells(place, [name for name in matrix.ENGINES if name.startswith("deepspeed")])
     return compare(place, [cells[:1] if place.short else cells])
 
 
 def one_gpu(place: Place, ranks: int) -> Found:
-    """Several ranks on one device, over gloo, train the model that one process trains: every engine, tensor
-    parallelism, LAMB, Muon and compiled bf16."""
+    """Check that several ranks on one device, over gloo, train the same model as one process: every engine,
+    tensor parallelism, LAMB, Muon and compiled bf16."""
     cells = [cell for cell in ONE_GPU_CELLS if cell.ranks == ranks and matrix.excuse(cell) is None]
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    # one at a time: the log shows which ones ended before a time limit
+    # one cell at a time, so that the log shows which cells ended before a time limit
     groups = [[cell] for cell in (cells[-1:] if place.short else cells)]
     return compare(place, groups, share_device=True)
 
@@ -100,8 +100,8 @@ ONE_GPU_CELLS = [
 
 
 def finetuning(place: Place) -> Found:
-    """Finetuning with dropout: compiled, and under zero1 on as many devices as divide its batch, it has the
-    losses of one device that is eager (fp32)."""
+    """Check that finetuning with dropout (fp32), compiled and under zero1 on as many devices as divide its
+    batch, has the losses of eager finetuning on one device."""
     examples = write_examples(place.folder / "examples", num_labels=2)
     ranks = 2 ** min(3, place.devices.bit_length() - 1)
     fixed: dict[str, Any] = {
@@ -134,11 +134,11 @@ def finetuning(place: Place) -> Found:
 
 
 def no_host_sync(place: Place) -> Found:
-    """No step of any optimizer waits for the GPU: torch refuses what would."""
+    """Check that no step of any optimizer waits for the GPU; torch raises an error if one does."""
     problems = []
     for optimizer in ("adamw", "lamb", "muon"):
         with trainer_of(place, f"optim.name={optimizer}") as trainer:
-            steps(trainer, 1)  # the first one compiles
+            steps(trainer, 1)  # the first step compiles
             if not place.short:
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -152,7 +152,7 @@ def no_host_sync(place: Place) -> Found:
 
 
 def precisions(place: Place) -> Found:
-    """bf16 and fp16 learn what fp32 learns, compiled what eager does; fp16 skips a step that overflows."""
+    """Compare losses of bf16 and fp16 with fp32, compiled with eager; check that fp16 skips a NaN step."""
     shards = write_shards(place.folder / "shards")
     modes = ("off",) if place.short else ("off", "on")
 
@@ -191,7 +191,7 @@ def precisions(place: Place) -> Found:
 
 
 def resume(place: Place) -> Found:
-    """With run.deterministic a run that is resumed twice ends with the weights of an undisturbed one."""
+    """Check that with run.deterministic a run resumed twice ends with the weights of an uninterrupted run."""
     shards = write_shards(place.folder / "shards")
 
     def train_part(name: str, steps: int) -> None:
@@ -214,7 +214,7 @@ def resume(place: Place) -> Found:
 
 
 def lookup(place: Place) -> Found:
-    """The tied embedding's gradient beside a dense product in fp64, with most ids the same."""
+    """Compare the tied embedding's gradient with a dense product in fp64. One id fills half the positions."""
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(0, 50, (16, 32), generator=generator).masked_fill(
         torch.rand((16, 32), generator=generator) < 0.5, 6
@@ -232,9 +232,9 @@ def lookup(place: Place) -> Found:
 
 
 def kernels(place: Place) -> Found:
-    """The project's own GPU kernels and their gradients in bf16, beside fp64."""
+    """Compare bert-dp's own GPU kernels and their gradients in bf16 with fp64."""
     if place.short or not HAS_TRITON:
-        return Found({"skipped": "the kernels run on NVIDIA GPUs alone"}, [])
+        return Found({"skipped": "the kernels run on NVIDIA GPUs only"}, [])
     from bert_dp.model import gpu_kernels
 
     generator = torch.Generator().manual_seed(0)
@@ -277,8 +277,8 @@ def kernels(place: Place) -> Found:
 
 
 def timers(place: Place) -> Found:
-    """The phases of a step that the timers measure add up to its wall time."""
-    # the wait for data belongs to no phase, and a step this small is over before the next batch is made
+    """Check that the phases of a step that the timers measure add up to its wall time."""
+    # synthetic data: waiting for data belongs to no phase, and small steps end before the next batch is ready
     with trainer_of(place, "data.synthetic=true") as trainer:
         steps(trainer, 3)
         clock = Timers(trainer.device)
@@ -298,7 +298,7 @@ def timers(place: Place) -> Found:
 
 
 def cards(place: Place) -> Found:
-    """A rank that hangs, and one that is out of memory (torch's exception, raised by hand), are named."""
+    """Check that a hung rank and a rank that is out of memory (an injected exception of torch) are named."""
     shards = write_shards(place.folder / "shards")
     last = place.devices - 1
     problems = []
@@ -319,7 +319,7 @@ def cards(place: Place) -> Found:
 
 
 def engine_cells(place: Place, names: Sequence[str]) -> list[matrix.Cell]:
-    """Cells of these engines that run here, at every number of ranks up to the number of devices."""
+    """Return the cells of these engines that this machine can run, with at most one rank per device."""
     worlds = [pair for pair in matrix.WORLDS if pair[0] <= place.devices]
     cells = [
         matrix.Cell(name, "adamw", ranks, tensor, "fp32", 3)
@@ -329,8 +329,8 @@ def engine_cells(place: Place, names: Sequence[str]) -> list[matrix.Cell]:
 
 
 def compare(place: Place, groups: Sequence[Sequence[matrix.Cell]], **options: Any) -> Found:
-    """Train the cells, group by group, and the runs of one process that they must equal. `options`: of
-    `train_runs`."""
+    """Train the cells, group by group, and the runs of one process that they must equal. `options` are passed
+    to `train_runs`."""
     problems, count, greatest = [], 0, 0.0
     for group in groups:
         for cell, outcome in matrix.run_cells(group, place.folder, **options):
@@ -348,7 +348,7 @@ def compare(place: Place, groups: Sequence[Sequence[matrix.Cell]], **options: An
 
 
 def trainer_of(place: Place, *more: str) -> Any:
-    """A trainer of one rank that has taken no step; tiny in the short form, else eight layers."""
+    """Return a trainer of one rank before its first step: tiny in the short form, else with eight layers."""
     shards = write_shards(place.folder / "shards", vocab_size=64 if place.short else 8192)
     large = ("model.vocab_size=8192", "model.num_layers=8", "data.sequence_length=16", "batch.micro_size=64")
     items = TINY if place.short else (*large, "batch.global_size=256", "schedule.steps=9")
@@ -357,7 +357,7 @@ def trainer_of(place: Place, *more: str) -> Any:
 
 
 def steps(trainer: Trainer, count: int, clock: Timers | None = None) -> None:
-    """Whole optimizer steps on the trainer's own stream."""
+    """Take `count` optimizer steps on the trainer's own stream."""
     layout, clock = trainer.layout, clock or Timers(trainer.device)
     for number in range(count):
         train_step(

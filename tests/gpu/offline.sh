@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run `python -m tests.gpu` on a machine with a GPU and no network, with what `make gpu-kit` made:
+# Run `python -m tests.gpu` on a machine with a GPU and no network, with the kit that `make gpu-kit` makes:
 #   bash tests/gpu/offline.sh --total 570                    the checks first, then as many parts as fit
 #   bash tests/gpu/offline.sh --total 170 tune timers micro-512 optimizers
-# --rehearse = --short. PYTHON: default python3. OUT: gets record.json, table.txt, raw.tar.gz and the profile's trace
-# (default: .gpu/out); SITE: where the packages of the kit are installed, if python lacks one (default: /tmp/site).
+# --rehearse means --short. Variables: PYTHON (default: python3); OUT, the folder for record.json, table.txt, raw.tar.gz
+# and the profile's trace (default: .gpu/out); SITE, the folder for the kit's packages that python lacks (default: /tmp/site).
 set -uo pipefail
 began=$(date +%s)
 cd "$(dirname "$0")/../.." || exit 1
@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PIP_
 install() {
   "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$@"
 }
-export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH} # not an installation: needs no build backend
+export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH} # instead of an installation, which would need a build backend
 "$python" -c 'import pydantic, plotly' 2>/dev/null || install "$kit"/wheels/*.whl || exit 1
 case " $* " in *" deepspeed "*) install "$kit"/wheels-deepspeed/*.whl ;; esac
 cp -rn "$kit"/bert_dp-*.dist-info "$site"/

@@ -1,4 +1,4 @@
-"""The real packages, offline: what each one's own store holds of a run (`make test-loggers`)."""
+"""Check what the real logging packages store of a run, offline (`make test-loggers`)."""
 
 import dataclasses
 import importlib.util
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.loggers
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a service has of one run."""
+    """Data that a service has stored of one run."""
 
-    rows: list[tuple[int, dict[str, Any]]]  # by step; a service may keep the values of a step in several
+    rows: list[tuple[int, dict[str, Any]]]  # (step, values); a step may have several rows
     config: dict[str, Any]
     summary: dict[str, Any]
     ended: str | None
@@ -36,14 +36,14 @@ class Stored:
 
 
 def read_wandb(run_dir: Path) -> Stored:
-    """The transaction log, in LevelDB's log format: blocks of 32 KiB with records of a checksum, a length and
-    a type (1 whole, 2 first, 3 middle, 4 last)."""
+    """Read the transaction log, which is in LevelDB's log format: blocks of 32 KiB with records that start
+    with a checksum, a length and a type (1 whole, 2 first part, 3 middle part, 4 last part)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows, config, summary, ended = [], {}, {}, None
     for path in sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))[-1:]:
         data = path.read_bytes()
-        whole, place = b"", 7  # after the file's own header
+        whole, place = b"", 7  # the file's header has 7 bytes
         while place + 7 <= len(data):
             if (left := 2**15 - place % 2**15) < 7:
                 place += left
@@ -95,20 +95,20 @@ READERS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio}
 
 @pytest.fixture(params=READERS)
 def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each, as on a machine where nothing was said of it."""
+    """Return the name of each service, with its environment variables unset."""
     name = str(request.param)
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed here; `make test-loggers` has an environment with it")
+        pytest.skip(f"{name} is not installed; `make test-loggers` uses an environment with it")
     own = "WANDB_MODE MLFLOW_TRACKING_URI TRACKIO_DIR TRACKIO_SPACE_ID TRACKIO_SERVER_URL"
     for variable in own.split():
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # read_mlflow needs it
     return name
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Of what a service starts for itself."""
+def no_process_left() -> Iterator[None]:
+    """Check that no process of a service is left."""
     before = helpers()
     yield
     assert helpers() - before == set()
@@ -124,12 +124,12 @@ def send(run_dir: Path, service: str) -> Stored:
     return READERS[service](run_dir)
 
 
-def test_a_run_is_stored_whole_and_as_failed_where_it_was_killed(tmp_path: Path, service: str) -> None:
+def test_a_run_is_stored_completely_and_a_killed_one_as_failed(tmp_path: Path, service: str) -> None:
     run_dir = make_run(tmp_path / "run", settings={f"s{number}": number for number in range(250)})
     (run_dir / "summary.json").rename(tmp_path / "summary.json")
     assert send(run_dir, service).ended in {"wandb": ["1"], "mlflow": ["FAILED"], "trackio": [None]}[service]
     (tmp_path / "summary.json").rename(run_dir / "summary.json")
-    time.sleep(1.1)  # a run is named by the second
+    time.sleep(1.1)  # the name of a run has a resolution of 1 s
     stored = send(run_dir, service)
     assert len([name for name in stored.config if name.startswith("settings.s")]) == 250
     assert stored.steps("loss") == list(range(10, 101, 10))
@@ -142,15 +142,15 @@ def test_a_run_is_stored_whole_and_as_failed_where_it_was_killed(tmp_path: Path,
     assert stored.ended in {"wandb": ["0"], "mlflow": ["FINISHED"], "trackio": [None]}[service]
 
 
-def test_lines_arrive_during_the_run_and_a_lost_store_ends_nothing(tmp_path: Path, service: str) -> None:
-    """The directory goes in the middle of the run, with what the service has in it."""
-    run_dir, said = make_run(tmp_path / "run", 1), list[str]()
-    with Loggers(run_dir, [service], said.append) as sender:
-        wait_for(lambda: said, 60)  # where its run is
+def test_lines_arrive_during_the_run_and_it_survives_a_deleted_store(tmp_path: Path, service: str) -> None:
+    """The run directory, with the store of the service in it, is deleted during the run."""
+    run_dir, lines = make_run(tmp_path / "run", 1), list[str]()
+    with Loggers(run_dir, [service], lines.append) as sender:
+        wait_for(lambda: lines, 60)  # the first line names the service's run
         shutil.rmtree(run_dir)
         run_dir.mkdir()
         for step in (10, 20):
             files.append_line(run_dir / "metrics.jsonl", metrics(step))
-    _, line = said
+    _, line = lines
     assert line.startswith(f"warning: no further records of this run are sent to {service} (")
     assert sender.exit_code == 1

@@ -1,7 +1,7 @@
-"""Nodes of our own on one machine: network and UTS namespaces joined by a bridge, views of a shared directory
-by bindfs. Each test cleans up its namespaces, mounts and processes.
+"""Simulate nodes on one machine: network and UTS namespaces joined by a bridge, and views of a shared
+directory that bindfs mounts. Each test cleans up its namespaces, mounts and processes.
 
-BERT_DP_NODES=N, 10 for `make nodes`, runs what takes long, and N rounds of each fault; CI runs one or two.
+BERT_DP_NODES=N (10 in `make nodes`) adds long tests and runs N rounds of each fault; CI runs one or two.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def rounds(short: int = 2) -> range:
 
 
 def observe(fault: str, **facts: Any) -> None:
-    """Record what one round showed, for the table of `make nodes`."""
+    """Record the facts of one round for the table of `make nodes`."""
     if path := os.environ.get("BERT_DP_NODES_RECORD"):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"fault": fault, **facts}) + "\n")
 
 
 def why_not() -> str | None:
-    """The reason why namespaces cannot be made here."""
+    """Return the reason why this machine cannot make namespaces, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -50,7 +50,7 @@ def why_not() -> str | None:
     name = f"bdp-probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode:
-        return f"no network namespace can be made: {made.stderr.strip()}"
+        return f"cannot make a network namespace: {made.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=False)
     return None
 
@@ -69,16 +69,16 @@ class Started:
     output: Path
 
     @property
-    def said(self) -> str:
+    def output_text(self) -> str:
         return self.output.read_text()
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
-        wait_for(lambda: text in self.said or self.process.poll() is not None, seconds)
-        assert text in self.said, self.said
+        wait_for(lambda: text in self.output_text or self.process.poll() is not None, seconds)
+        assert text in self.output_text, self.output_text
 
 
 class Cluster:
-    """A context of `size` nodes: node K is host K at 10.77.N.K+1 and, on a second network, 10.78.N.K+1."""
+    """Context manager of `size` nodes. Node K of cluster N is hostK at 10.77.N.K+1 and 10.78.N.K+1."""
 
     def __init__(self, size: int = 2):
         number = next(NUMBERS)
@@ -120,7 +120,7 @@ class Cluster:
         return f"10.{net}.{self.net}.{node + 1}"
 
     def inside(self, node: int, *arguments: str) -> list[str]:
-        """A command in a node's namespaces, with a host name of its own; $BEFORE is run there first."""
+        """Return a command for a node's namespaces, which sets its host name and runs $BEFORE first."""
         script = 'hostname "$0" && ${BEFORE:-true} && exec "$@"'
         within = ["ip", "netns", "exec", self.names[node], "unshare", "-u", "sh", "-c", script, f"host{node}"]
         return [*within, *arguments]
@@ -148,7 +148,7 @@ class Cluster:
         size: int | None = None,
         **environ: str,
     ) -> list[Started]:
-        """`bert-dp train` on these nodes; `run_dir` may have a path for each."""
+        """Start `bert-dp train` on `nodes`. `run_dir` is one path or a list with the path of each node."""
         size = size or len(self.names)
         items = " ".join(settings).split()
         started = []
@@ -163,7 +163,7 @@ class Cluster:
         return started
 
     def on(self, node: int) -> list[psutil.Process]:
-        """The processes of a node."""
+        """Return the processes of a node."""
         name = self.names[node]
         pids = run("ip", "netns", "pids", name).split() if name in run("ip", "netns") else []
         found = []
@@ -175,7 +175,7 @@ class Cluster:
         return found
 
     def ranks(self, node: int) -> list[psutil.Process]:
-        """The workers on a node, by rank."""
+        """Return the workers on a node, sorted by rank."""
         found = []
         for process in self.on(node):
             with contextlib.suppress(psutil.Error, ValueError):
@@ -193,13 +193,13 @@ class Cluster:
             process.send_signal(number)
 
     def assert_empty(self, seconds: float) -> None:
-        """No process is left on any node that is not stopped."""
+        """Check that within `seconds` no process is left on any node."""
         wait_for(lambda: not any(self.on(k) for k in range(len(self.names))), seconds)
 
 
 @contextlib.contextmanager
 def stale_views(shared: Path, *views: Path) -> Iterator[None]:
-    """Mount `shared` at each view, which may show what it was 5 s ago."""
+    """Mount `shared` at each view, which may show a state that is 5 s old."""
     if shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"):
         pytest.skip("bindfs or /dev/fuse is missing")
     options = "attr_timeout=5,entry_timeout=5,negative_timeout=5"
@@ -217,11 +217,11 @@ def stale_views(shared: Path, *views: Path) -> Iterator[None]:
 
 
 def ended(started: list[Started], code: int, seconds: float = 240) -> list[str]:
-    """What each has said; all must exit with `code` within that time."""
+    """Return the output of each process; all must exit with `code` within `seconds`."""
     deadline = time.monotonic() + seconds
     for each in started:
         with contextlib.suppress(subprocess.TimeoutExpired):
             each.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    said = [each.said for each in started]
-    assert [each.process.poll() for each in started] == [code] * len(started), "\n---\n".join(said)
-    return said
+    outputs = [each.output_text for each in started]
+    assert [each.process.poll() for each in started] == [code] * len(started), "\n---\n".join(outputs)
+    return outputs

@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on the namespaces of `harness.Cluster`: munged, slurmctld and two slurmd."""
+"""Run Slurm on the two nodes of a `harness.Cluster`: munged, slurmctld and two slurmd."""
 
 import contextlib
 import os
@@ -41,27 +41,27 @@ PartitionName=high Nodes=node[1-2] PriorityTier=10 PreemptMode=OFF
 
 
 def missing() -> str:
-    """Say what a Slurm here lacks; empty if it lacks nothing."""
+    """Return the reason why Slurm cannot run on this machine, or an empty string if it can."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     return REASON or (f"not installed: {', '.join(absent)}" if absent else "")
 
 
 class Slurm:
-    """The commands of a Slurm, with the environment of its jobs."""
+    """Commands of a Slurm cluster and the environment of its jobs."""
 
     def __init__(self, cluster: Cluster, folder: Path):
         self.cluster, self.folder = cluster, folder
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
 
     def inside(self, name: str, host: str, *command: str) -> list[str]:
-        """A command in a network namespace, with a host name and the names of all hosts."""
-        # not `ip netns exec`, which hides /sys/fs/cgroup: slurmd then refuses to start
+        """Return a command for a network namespace, with a host name and an /etc/hosts with all nodes."""
+        # slurmd refuses to start under `ip netns exec`, which hides /sys/fs/cgroup
         script = f'hostname {host} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
         space = ["nsenter", f"--net=/run/netns/{name}", "unshare", "-u", "-m"]
         return [*space, "sh", "-c", script, "sh", *command]
 
     def ask(self, *command: str, **environ: str) -> str:
-        """Run a command of Slurm; return what it prints, also where it fails."""
+        """Run a command of Slurm and return its standard output, even if the command fails."""
         where, environ = self.inside(self.cluster.bridge, "control", *command), {**self.environ, **environ}
         done = subprocess.run(where, env=environ, capture_output=True, text=True, timeout=60, check=False)
         return done.stdout.strip()
@@ -80,7 +80,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """A Slurm of two nodes, in partitions `low` and `high`, whose jobs preempt those of `low`."""
+    """Start Slurm on two nodes with the partitions `low` and `high`; jobs of `high` preempt jobs of `low`."""
     with Cluster() as cluster:
         control = cluster.address(249)
         run("ip", "-n", cluster.bridge, "addr", "add", f"{control}/24", "dev", "br-data")
@@ -99,18 +99,19 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        at = Slurm(cluster, folder)
+        controller = Slurm(cluster, folder)
         places = [f"--{what}-file={folder / f'munge.{what}'}" for what in ("pid", "log", "seed", "key")]
         munged = ["munged", "-F", "-f", f"--socket={folder}/munge.socket", *places]
-        daemons = [at.start(cluster.bridge, "control", *munged)]
+        daemons = [controller.start(cluster.bridge, "control", *munged)]
         wait_for((folder / "munge.socket").exists, seconds=30)
-        daemons.append(at.start(cluster.bridge, "control", "slurmctld", "-D"))
+        daemons.append(controller.start(cluster.bridge, "control", "slurmctld", "-D"))
         for k in range(2):
-            at.start_node(k)
+            controller.start_node(k)
         try:
-            wait_for(lambda: at.ask("sinfo", "-h", "-o", "%T %D", "-p", "low") == "idle 2", seconds=90)
-            yield at
+            query = ("sinfo", "-h", "-o", "%T %D", "-p", "low")
+            wait_for(lambda: controller.ask(*query) == "idle 2", seconds=90)
+            yield controller
         finally:
-            at.ask("scancel", "--user=root", "--signal=KILL")
+            controller.ask("scancel", "--user=root", "--signal=KILL")
             for process in daemons:
                 process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Ranks, launchers, links and nodes that fail: who is named, who goes on, what is left."""
+"""Test faults of ranks, launchers, links and nodes: the named cause, restarts, and remaining processes."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ LONG = f"schedule.steps=100000 checkpoint.every_steps=5 run.hang_after_s={HANG_A
 
 
 def listening(cluster: Cluster, node: int) -> list[str]:
-    """The local address:port of each listening socket."""
+    """Return the local address:port of each listening socket."""
     lines = run(*cluster.inside(node, "ss", "-ltnH")).splitlines()
     return [line.split()[3] for line in lines]
 
@@ -31,10 +31,10 @@ def refuses(cluster: Cluster, node: int, host: str, port: str) -> bool:
     return b"ConnectionRefusedError" in done.stderr
 
 
-def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_it(
+def test_a_run_restarts_after_a_killed_rank_and_a_signal_on_one_node_stops_it(
     shards: Path, tmp_path: Path
 ) -> None:
-    """Each round from the same verified step; only the nodes' own addresses listen."""
+    """Each round restarts from a verified checkpoint. Ranks listen on the nodes' own addresses only."""
     run_dir, number = tmp_path / "run", len(rounds())
     with Cluster() as cluster:
         started = cluster.train(shards, run_dir, LONG, options=("--max-restarts", str(number)))
@@ -54,7 +54,7 @@ def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_
             rank.send_signal(signal.SIGKILL)
             started[0].wait_for(f"{restarted} in", 5)
             observe("rank killed", seconds=time.monotonic() - began)
-            line = next(line for line in started[0].said.splitlines() if restarted in line)
+            line = next(line for line in started[0].output_text.splitlines() if restarted in line)
             assert "rank 1 on node 1 (host1): killed by signal 9" in line
         wait_for(lambda: steps_since_start(started[0], number) >= 3, 240)
         (rank,) = cluster.ranks(1)
@@ -70,8 +70,8 @@ def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_
     assert summary["step"] == read_json(newest(run_dir) / "state.json")["step"]
 
 
-def test_a_signal_on_node_0_or_in_turn_on_each_stops_both(shards: Path, tmp_path: Path) -> None:
-    """CI has node 1 in the test above."""
+def test_a_signal_on_either_node_stops_both(shards: Path, tmp_path: Path) -> None:
+    """CI signals node 0 in this test and node 1 in the test above."""
     for k in rounds(short=1):
         with Cluster() as cluster:
             started = cluster.train(shards, tmp_path / "run", LONG)
@@ -83,7 +83,7 @@ def test_a_signal_on_node_0_or_in_turn_on_each_stops_both(shards: Path, tmp_path
         assert summary["checkpoint"] == f"checkpoints/{newest(tmp_path / 'run').name}"
 
 
-def test_a_signal_between_two_attempts_stops_both(shards: Path, tmp_path: Path) -> None:
+def test_a_signal_before_a_restart_stops_both_nodes(shards: Path, tmp_path: Path) -> None:
     with Cluster() as cluster:
         started = cluster.train(shards, tmp_path / "run", LONG, options=("--max-restarts", "1"))
         wait_for(step_reached(tmp_path / "run", 6), 240)
@@ -94,8 +94,8 @@ def test_a_signal_between_two_attempts_stops_both(shards: Path, tmp_path: Path) 
 
 
 def steps_since_start(node_0: Started, number: int) -> int:
-    """Steps that node 0 shows since start `number` has resumed."""
-    parts = node_0.said.split("resuming from")
+    """Return the number of steps that node 0 has shown since start `number` resumed."""
+    parts = node_0.output_text.split("resuming from")
     return parts[number].count("\nstep ") if len(parts) > number else 0
 
 
@@ -139,13 +139,13 @@ def test_a_lost_node_ends_the_run_everywhere(shards: Path, tmp_path: Path, fault
 
 
 def test_a_node_whose_torchrun_fails_is_named_with_its_log(shards: Path, tmp_path: Path) -> None:
-    """As behind a firewall, where it cannot reach the store."""
+    """torchrun fails as behind a firewall, where it cannot reach the store."""
     fail = 'import sys; "torch.distributed.run" in sys.orig_argv and sys.exit("no route to the store")'
     path, settings = with_site(tmp_path, fail), f"{LONG} batch.global_size=12"
     with Cluster(3) as cluster:
         started = cluster.train(shards, tmp_path / "run", settings, nodes=(0, 2))
         started += cluster.train(shards, tmp_path / "run", settings, nodes=(1,), PYTHONPATH=path)
-        said = ended(started, 1)
-    assert "node 1 (host1): torchrun: exited with code 1" in said[0]
-    assert "no route to the store" in said[0]
-    assert all("failed: node 1 (host1): torchrun" in text for text in said[1:])
+        outputs = ended(started, 1)
+    assert "node 1 (host1): torchrun: exited with code 1" in outputs[0]
+    assert "no route to the store" in outputs[0]
+    assert all("failed: node 1 (host1): torchrun" in text for text in outputs[1:])

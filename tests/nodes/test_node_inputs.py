@@ -1,4 +1,4 @@
-"""Input that several nodes cannot use: exit 2 on every node, with the node and the fix."""
+"""Bad input of several nodes: every node exits with 2 and names the node and the fix."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ metadata.version = lambda name: "0.1" if name == "torch" else version(name)
         ((1, 1), "parallel.engine=single", ("parallel.engine: single runs only one rank", "use ddp")),
     ],
 )
-def test_what_node_0_refuses_is_told_on_every_node(
+def test_a_refusal_of_node_0_is_printed_on_every_node(
     shards: Path, tmp_path: Path, nproc: tuple[int, int], settings: str, words: tuple[str, ...]
 ) -> None:
     with Cluster() as cluster:
@@ -42,7 +42,7 @@ def test_what_node_0_refuses_is_told_on_every_node(
             assert "Traceback" not in text
 
 
-def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Path) -> None:
+def test_a_problem_of_one_node_is_refused_on_that_node(shards: Path, tmp_path: Path) -> None:
     with Cluster() as cluster:
         script = f"import socket, time; s = socket.create_server(('{cluster.address(0)}', {PORT})); print(s)"
         taken = cluster.start(0, "python3", "-uc", f"{script}; time.sleep(99)")
@@ -69,7 +69,7 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
         ("", "", OTHER_TORCH, ("torch: 0.1 on node 1 (host1)", "same versions and configuration")),
     ],
 )
-def test_what_differs_between_nodes_is_told_on_both(
+def test_a_difference_between_nodes_is_printed_on_both(
     shards: Path, tmp_path: Path, settings: str, before: str, code: str, words: tuple[str, ...]
 ) -> None:
     before = before.format(other=write_shards(tmp_path / "other", seed=1), shards=shards)
@@ -90,10 +90,8 @@ def test_what_differs_between_nodes_is_told_on_both(
         (1, "--rendezvous: node 0 did not answer at 10.77."),
     ],
 )
-def test_a_node_that_waits_for_another_in_vain_ends(
-    shards: Path, tmp_path: Path, node: int, words: str
-) -> None:
-    """After 120 s, here 2."""
+def test_a_node_stops_waiting_for_an_absent_node(shards: Path, tmp_path: Path, node: int, words: str) -> None:
+    """The time limit is shortened from 120 s to 2 s."""
     with Cluster() as cluster:
         path = with_site(tmp_path, "from launcher.run import peers; peers.ARRIVE_S = peers.REFUSE_S = 2.0")
         (text,) = ended(cluster.train(shards, tmp_path / "run", nodes=(node,), PYTHONPATH=path), 2, 60)

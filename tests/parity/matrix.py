@@ -1,5 +1,5 @@
-"""The parity matrix: every engine x optimizer x N x tensor, each run or refused by name; and every engine
-compiled, in fp32 and bf16, with dropout, recomputation and a static graph."""
+"""Run the parity matrix: every engine x optimizer x ranks x tensor, except refused combinations; and every
+engine compiled, in fp32 and bf16, with dropout, recomputation and a static graph."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ STEPS, EVAL_STEPS = 20, 10
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cell:
+    """A run of the parity matrix."""
+
     engine: str
     optimizer: str
     ranks: int
@@ -41,7 +43,7 @@ class Cell:
     task: str = "mlm"
     """toy = tests/parity/toy.py, whose micro batches have unequal numbers of targets."""
     form: str = "eager"
-    """Of FORMS."""
+    """Key of FORMS."""
 
     def __str__(self) -> str:
         tensor = f"-tensor{self.tensor}" if self.tensor > 1 else ""
@@ -51,7 +53,8 @@ class Cell:
         return f"{name}-{self.precision}-acc{self.accumulation}{form}"
 
     def baseline(self) -> Cell:
-        """The run of one process that this cell must equal; that of one process in bf16: the one in fp32."""
+        """Return the cell of one process that this cell must equal. For one process in bf16, this is
+        the cell of one process in fp32."""
         return dataclasses.replace(
             self,
             engine="single",
@@ -62,7 +65,7 @@ class Cell:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Sections over BASE: the same global batches whatever the engine and N, ramped."""
+        """Return sections over BASE. All cells have the same global batches, with a ramp."""
         dp = self.ranks // self.tensor
         micro = GLOBAL // (self.accumulation * dp)
         sections: dict[str, Any] = {
@@ -85,7 +88,7 @@ class Cell:
         return sections
 
     def refusal(self) -> str | None:
-        """Why this cell does not exist, in the words of the configuration's own check."""
+        """Return the message with which the configuration's check refuses this cell, or None."""
         try:
             batch_layout(resolve([BASE, self.settings(), {"data": {"sources": ["builtin"]}}]), self.ranks)
         except ConfigError as error:
@@ -107,7 +110,7 @@ RATES = {"adamw": 5e-3, "lamb": 2e-2, "muon": 5e-3}
 
 
 def cells() -> Iterator[Cell]:
-    """All of them, refused ones included."""
+    """Yield all cells, including those that the configuration refuses."""
     for engine, optimizer, (ranks, tensor), precision, accumulation in itertools.product(
         ENGINES, OPTIMIZERS, WORLDS, PRECISIONS, ACCUMULATIONS
     ):
@@ -119,7 +122,7 @@ def cells() -> Iterator[Cell]:
 
 
 def compiled_cells() -> Iterator[Cell]:
-    """Two ranks; LAMB too, which is compiled as well."""
+    """Yield compiled cells of two ranks, also with LAMB, whose step is compiled too."""
     yield Cell("single", "adamw", 1, 1, "bf16", 3, form="compiled")
     for precision in ("fp32", "bf16"):
         for engine, tensor in (*((e, 1) for e in COMPILED_ENGINES), ("ddp", 2), ("fsdp", 2)):
@@ -132,18 +135,18 @@ def compiled_cells() -> Iterator[Cell]:
 
 @dataclasses.dataclass(frozen=True)
 class Deviation:
-    """Greatest distance of a cell's run from the run of one process."""
+    """Largest differences between a cell's run and the run of one process."""
 
     loss: float
     grad_norm: float
-    """Relative."""
+    """Relative difference."""
     weights: float
-    """Of any weight or optimizer tensor, relative in L2."""
+    """Relative L2 difference of the weight or optimizer tensor that differs most."""
     heldout_loss: float
-    """Or its standard error; infinite when another number of held-out positions was counted."""
+    """Difference of the loss or its standard error; infinite if the numbers of held-out positions differ."""
 
     def problems(self, cell: Cell) -> list[str]:
-        """What is beyond its tolerance."""
+        """Return a line for each difference that is not below its tolerance."""
         limits = TOLERANCES["bf16 against fp32" if cell.engine == "single" else cell.precision]
         return [
             f"{cell}: {name} {value:.2e} is not below {limits[name]:.0e}"
@@ -161,7 +164,7 @@ TOLERANCES = {
 
 
 def excuse(cell: Cell) -> str | None:
-    """Why this cell does not run here: refused by the configuration, or a package is absent."""
+    """Return the reason why this cell cannot run (refused, or a package is missing), or None."""
     if not installed(cell.engine):
         return f"skipped: {cell.engine.partition('-')[0]} is not installed"
     refused = cell.refusal()
@@ -169,8 +172,8 @@ def excuse(cell: Cell) -> str | None:
 
 
 def run_cells(wanted: Sequence[Cell], root: Path, **options: Any) -> Iterator[tuple[Cell, Deviation | str]]:
-    """Train each cell, several in one spawn of ranks; yields its deviation, or what it failed with.
-    `options`: of `train_runs`, for the cells and not for the run of one process."""
+    """Train each cell, several in one spawn of ranks, and yield its deviation or its error message. `options`
+    are passed to `train_runs` for the cells, but not for the runs of one process."""
     shards = write_shards(root / "shards")
     for ranks, task in itertools.product((1, 2, 4), MAKE_TASK):
         group = [cell for cell in wanted if (cell.ranks, cell.task) == (ranks, task)]
@@ -213,18 +216,18 @@ def compare(run: Path, base: Path) -> Deviation:
 
 
 def main() -> int:
-    """Every cell that has not passed with the committed code; results in .parity/results.jsonl, then a
-    summary."""
+    """Run every cell that has not passed with the committed code, add results to .parity/results.jsonl, and
+    print a summary."""
     results = Results(Path(".parity"), "cell", lambda result: not result["problems"], code_of=["bert_dp"])
-    asked = [cell for cell in cells() if excuse(cell) is None]
-    waiting = [cell for cell in asked if not results.has_passed(str(cell))]
+    runnable = [cell for cell in cells() if excuse(cell) is None]
+    waiting = [cell for cell in runnable if not results.has_passed(str(cell))]
     with tempfile.TemporaryDirectory() as root:
         for number, (cell, outcome) in enumerate(run_cells(waiting, Path(root)), 1):
             problems = outcome.problems(cell) if isinstance(outcome, Deviation) else [outcome]
             facts = dataclasses.asdict(outcome) if isinstance(outcome, Deviation) else {}
             results.add({"cell": str(cell), **facts, "problems": problems})
             print(f"{number}/{len(waiting)} {cell}: {'; '.join(problems) or 'equal'}", flush=True)
-    newest = [results.newest[str(cell)] for cell in asked]
+    newest = [results.newest[str(cell)] for cell in runnable]
     excused = collections.Counter(excuse(cell) for cell in cells())
     failed = [line for line in newest if line["problems"]]
     print(f"{len(newest)} cells ran, {len(failed)} failed; not run:")

@@ -1,4 +1,4 @@
-"""Run whole workers in ranks, several runs per spawn, and read what they left."""
+"""Run complete workers as ranks, several runs per spawn, and read their files."""
 
 import contextlib
 import functools
@@ -41,8 +41,8 @@ BASE: dict[str, Any] = {
 
 
 def settings(shards: Path, *layers: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """BASE with each layer of sections merged in, `sections` last; a schedule, and what is no dictionary,
-    replaces."""
+    """Return BASE with each layer of sections merged in, `sections` last. A schedule and values other than
+    dictionaries are replaced instead of merged."""
     out = json.loads(json.dumps(BASE))
     out["data"]["path"] = str(shards)
     for name, value in itertools.chain.from_iterable(layer.items() for layer in (*layers, sections)):
@@ -52,13 +52,13 @@ def settings(shards: Path, *layers: dict[str, Any], **sections: Any) -> dict[str
 
 
 def parallel(engine: str, **settings: Any) -> dict[str, Any]:
-    """Return the section `parallel` of an engine, `deepspeed-2` with its stage."""
+    """Return the section `parallel` of an engine; `deepspeed-2` is DeepSpeed with stage 2."""
     name, _, stage = engine.partition("-")
     return {"engine": name, **({"zero_stage": int(stage)} if stage else {}), **settings}
 
 
 def installed(*engines: str) -> list[str]:
-    """Those engines whose package is there."""
+    """Return the engines whose package is installed."""
     missing = {name for name in ("accelerate", "deepspeed") if importlib.util.find_spec(name) is None}
     return [engine for engine in engines if engine.partition("-")[0] not in missing]
 
@@ -76,13 +76,13 @@ def train_run(run_dir: Path, config: dict[str, Any], size: int = 1, **options: A
 
 
 def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
-    """Train every RUN/config.yaml on `size` ranks in its directory, one spawn for all. `share_device`: see
-    one_device.py; `backend`: of torch.compile."""
+    """Train every RUN/config.yaml on `size` ranks in its directory, with one spawn for all. Options include
+    `share_device` (see one_device.py) and `backend` (of torch.compile)."""
     run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
 
 
 def train_named(root: Path, runs: Mapping[str, tuple[int, dict[str, Any]]], **options: Any) -> Path:
-    """Train root/NAME for each name -> (ranks, configuration), one spawn for all runs on as many ranks."""
+    """Train root/NAME for each name -> (ranks, configuration), with one spawn per number of ranks."""
     for size in sorted({ranks for ranks, _ in runs.values()}):
         alike = [write_run(root / name, config) for name, (ranks, config) in runs.items() if ranks == size]
         train_runs(size, alike, **options)
@@ -93,7 +93,7 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     if options.get("share_device"):
         share_device()
-    if units := options.get("bf16_units"):  # whether each rank has some
+    if units := options.get("bf16_units"):  # whether each rank has bf16 units
         devices.bf16_units = lambda: ("amx_bf16",) if units[rank] else ()
     if backend := options.get("backend"):
         nn.Module.compile = functools.partialmethod(nn.Module.compile, backend=backend)  # type: ignore[assignment]
@@ -102,20 +102,20 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
     for number, run_dir in enumerate(run_dirs):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
         os.chdir(run_dir)
-        torch._dynamo.reset()  # each run compiles as in a process of its own
+        torch._dynamo.reset()  # each run compiles as in a new process
         torch._dynamo.utils.counters.clear()
         seen: list[Any] = []
 
         def watched(stream: Any, seen: list[Any] = seen) -> Any:
             batch = plain_next(stream)
-            if not isinstance(batch, data.MlmBatch):  # examples of finetuning have no masks
+            if not isinstance(batch, data.MlmBatch):  # batches of finetuning have no masks
                 return batch
             positions = batch.positions_P.view(len(batch.sample_ids), -1) % batch.ids_BS.shape[1]
             seen.append((batch.sample_ids, positions.numpy(), batch.ids_BS.numpy()))
             return batch
 
         data.TrainingStream.next = watched  # type: ignore[method-assign]
-        if "seconds_per_call" in options:  # each rank's clock has a speed of its own; only rank 0's may count
+        if "seconds_per_call" in options:  # the ranks' clocks differ in speed; only rank 0's may count
             ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
             worker.time = SimpleNamespace(monotonic=lambda: 0.0)  # type: ignore[attr-defined]
             worker.Ledger = lambda *_: contextlib.nullcontext()  # type: ignore[misc,assignment]
@@ -141,7 +141,6 @@ def evals(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Of every logged step."""
     return logged(run_dir, "loss")
 
 
@@ -151,14 +150,14 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def samples_by_step(run_dir: Path) -> list[dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
-    """For each step: sample id -> (masked positions, corrupted input), over all ranks."""
+    """Return, for each step, sample id -> (masked positions, corrupted input) over all ranks."""
     parts = [np.load(p) for p in sorted(run_dir.glob("seen-*.npz"))]
     seen = {
         int(i): (p, x)
         for part in parts
         for i, p, x in zip(part["ids"], part["positions"], part["inputs"], strict=True)
     }
-    assert len(seen) == sum(len(part["ids"]) for part in parts), "a sample was seen twice"
+    assert len(seen) == sum(len(part["ids"]) for part in parts), "a sample was used twice"
     out, start = [], min(seen)
     for line in metrics(run_dir):
         if line["samples"] <= start:
@@ -170,5 +169,5 @@ def samples_by_step(run_dir: Path) -> list[dict[int, tuple[NDArray[np.int64], ND
 
 
 def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and optimizer state of a checkpoint, in one dictionary."""
+    """Return the weights and the optimizer state of a checkpoint in one dictionary."""
     return saved_state(run_dir / "checkpoints" / f"step-{step:08d}")

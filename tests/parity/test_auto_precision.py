@@ -1,4 +1,4 @@
-"""Two ranks under `precision: auto`, on CPUs with and without bf16 units, and on from a checkpoint there."""
+"""Test `precision: auto` on two ranks with and without bf16 units, also after resuming from a checkpoint."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 from tests.helpers import read_json
 from tests.parity.runs import metrics, settings, train_named
 
-LATER = 4  # steps, after 2
-STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which ranks have units
+LATER = 4  # steps of a resumed run, whose first start has 2
+STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, whether each rank has bf16 units
     ("both", 2, (True, True)),
     ("one", 2, (True, False)),
     ("none", 2, (False, False)),
@@ -27,7 +27,7 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "precision"), [("both", "bf16"), ("one", "fp32"), ("none", "fp32")])
-def test_ranks_take_what_all_can_and_a_run_keeps_it(runs: Path, name: str, precision: str) -> None:
+def test_ranks_share_a_supported_precision_and_a_run_keeps_it(runs: Path, name: str, precision: str) -> None:
     run_dir = runs / name
     assert read_json(run_dir / "summary.json")["precision"] == precision
     assert read_json(run_dir / "environment.json")["worker"]["precision"] == precision
@@ -36,7 +36,7 @@ def test_ranks_take_what_all_can_and_a_run_keeps_it(runs: Path, name: str, preci
         assert (facts["precision"], facts["config"]["precision"]) == (precision, "auto")
 
 
-def test_the_loss_tells_which_it_was(runs: Path) -> None:
+def test_the_loss_shows_which_precision_was_used(runs: Path) -> None:
     both, one, none = (
         [line["loss"] for line in metrics(runs / name)[:2]] for name in ("both", "one", "none")
     )

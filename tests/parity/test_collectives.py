@@ -1,4 +1,4 @@
-"""What each engine sends in one step: how much of what kind, in how many collectives (gloo, counted)."""
+"""Count the collectives of each engine in one step and the elements that each kind sends (gloo)."""
 
 import collections
 import json
@@ -17,7 +17,7 @@ from tests.parity.runs import parallel, settings, train_named, write_run
 from tests.wrapped_task import WrappedTask
 
 Counts = collections.Counter[tuple[str, int]]
-"""(operation, elements) -> number in one optimizer step, on rank 0."""
+"""(operation, elements) -> number of collectives of rank 0 in one optimizer step."""
 CELLS = (
     ("ddp", 2, 1),
     ("zero1", 2, 1),
@@ -30,22 +30,22 @@ CELLS = (
 )
 Cell = tuple[str, int, int, str]
 """(engine, ranks, tensor, optimizer)."""
-STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2")  # 3 gathers tensor by tensor, as it foresees their use
+STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2")  # stage 3 gathers single tensors in a predicted order
 ALL: list[Cell] = [
     *((*cell, optimizer) for cell in CELLS for optimizer in ("adamw", "lamb")),
     *((stage, 2, 1, "adamw") for stage in STAGES),
 ]
 ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
-CONTROL = ("all_reduce", 4)  # spent, elapsed time, stop signal, failure, one step ahead
+CONTROL = ("all_reduce", 4)  # budget spent, elapsed time, stop signal and failure, sent one step ahead
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The collectives of this process so far, as the process groups' flight recorder has them."""
+    """Return the collectives of this process so far from torch's flight recorder."""
     return json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
 
 
 class WatchedTask(WrappedTask):
-    """Writes what the ranks sent between the start of one step and the start of the next."""
+    """Task that writes the collectives between the start of one step and the start of the next."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
         targets = super().num_targets(first_sample, count)
@@ -81,13 +81,14 @@ def sent(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, C
 
 
 def volume(counts: Counts, *operations: str) -> int:
-    """Elements that go into these operations in a step."""
+    """Return the number of elements that these operations send in a step."""
     return sum(elements * count for (name, elements), count in counts.items() if name in operations)
 
 
-def of_tensor_parallelism(tensor: int) -> tuple[int, int]:
-    """(elements, collectives). A block: two sums forward and two backward. The vocabulary: the embedding's
-    sum, the decoder's input gradient, the greatest logit, the sum of exponentials with the label's logit."""
+def tensor_parallel_volume(tensor: int) -> tuple[int, int]:
+    """Return (elements, collectives). A block has two sums forward and two backward. The vocabulary has
+    the embedding's sum, the decoder's input gradient, the largest logit, and the sum of exponentials together
+    with the label's logit."""
     if tensor == 1:
         return 0, 0
     activations, predicted = MICRO * LENGTH * HIDDEN, MICRO * PREDICTED
@@ -97,23 +98,23 @@ def of_tensor_parallelism(tensor: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "tensor", "optimizer"), ALL)
-def test_a_step_sends_gradients_once_and_weights_where_they_are_divided(
+def test_a_step_sends_gradients_once_and_only_sharded_weights(
     sent: dict[Cell, Counts], tmp_path: Path, name: str, ranks: int, tensor: int, optimizer: str
 ) -> None:
-    """At least what must go, at most a tenth more (padding, norms); and in few collectives."""
+    """Padding and norms may add a tenth to the necessary elements; the number of collectives is limited."""
     counts = sent[name, ranks, tensor, optimizer].copy()
-    assert counts.pop(CONTROL, 0) <= 2  # it may straddle either end of the window
+    assert counts.pop(CONTROL, 0) <= 2  # the window may include this collective of two steps
     write_run(tmp_path, settings(tmp_path))
     model = build_model(load_config(tmp_path / "config.yaml").model, LENGTH, 0)
     plan = model.tensor_plan()
     sizes = {n: p.numel() // (tensor if n in plan else 1) for n, p in model.named_parameters()}
     total, dp = sum(sizes.values()), ranks // tensor
-    activations, collectives = of_tensor_parallelism(tensor)
-    gradients = total * (ACCUMULATION if name == "deepspeed-2" else 1)  # 2 reduces every micro batch
+    activations, collectives = tensor_parallel_volume(tensor)
+    gradients = total * (ACCUMULATION if name == "deepspeed-2" else 1)  # stage 2 reduces every micro batch
     reduced = volume(counts, "all_reduce", "reduce")
     assert gradients + activations <= reduced <= 1.1 * (gradients + activations)
     gathered = volume(counts, "broadcast", "all_gather")
-    if name == "fsdp":  # a block for the forward and again for the backward pass, gloo's inputs are parts
+    if name == "fsdp":  # blocks are gathered for the forward and the backward pass; gloo's inputs are shards
         blocks = sum(size for n, size in sizes.items() if ".layers." in n)
         weights = ACCUMULATION * (total + blocks) / dp
         most = (LAYERS + 1) * (2 * ACCUMULATION + 1)
@@ -123,4 +124,4 @@ def test_a_step_sends_gradients_once_and_weights_where_they_are_divided(
         weights = total / dp if name in ("deepspeed-1", "deepspeed-2") else 0
         most = 2 + 2 * ACCUMULATION
     assert weights <= gathered <= 1.1 * weights
-    assert counts.total() <= most + collectives + 3  # a norm, LAMB's norms, whether it is finite
+    assert counts.total() <= most + collectives + 3  # gradient norm, LAMB's norms, check for finite values

@@ -1,7 +1,7 @@
-"""What Dynamo makes of a run on two ranks: whole blocks, each once, and the model that one rank trains.
+"""Compile runs on two ranks: blocks share one graph of Dynamo, and the losses equal those of one eager rank.
 
-Captured, differentiated and partitioned as for a device, then run by torch's own kernels (backend aot_eager),
-which takes seconds; inductor's C++ takes minutes and is in `make parity` and in test_matrix.py.
+Graphs are captured, differentiated and partitioned as for a device, then run with torch's own kernels
+(backend aot_eager), which takes seconds. `make parity` and test_matrix.py use inductor, which takes minutes.
 """
 
 import json
@@ -32,7 +32,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 
 class CountingTask(WrappedTask):
-    """Writes what Dynamo has done so far, at the start of each step."""
+    """Task that writes Dynamo's counts of graphs and graph breaks at the start of each step."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
         counters = torch._dynamo.utils.counters
@@ -44,7 +44,7 @@ class CountingTask(WrappedTask):
 
 @pytest.fixture(scope="module")
 def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """root/<name of PARALLEL>, compiled, and root/single, eager."""
+    """Train root/<name of PARALLEL> compiled on two ranks, and root/single eager on one."""
     root = tmp_path_factory.mktemp("compiled")
     train_run(root / "single", settings(shards, **COMMON))
     compiled = {"compile": "on", "parallel": {"activation_checkpointing": True}}
@@ -53,8 +53,8 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_a_block_is_one_graph_made_before_the_first_step(runs: Path, name: str) -> None:
-    """Embeddings, a block and the head, each for training and for evaluation; the blocks share theirs."""
+def test_blocks_share_one_graph_and_all_compile_before_the_first_step(runs: Path, name: str) -> None:
+    """There are six graphs: embeddings, a block and the head, each for training and for evaluation."""
     for rank in (0, 1):
         lines = read_lines(runs / name / f"dynamo-{rank}.jsonl")
         assert len(lines) == 1 + STEPS
@@ -63,8 +63,8 @@ def test_a_block_is_one_graph_made_before_the_first_step(runs: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_a_compiled_run_is_the_eager_one_of_one_rank(runs: Path, name: str) -> None:
-    """With dropout, which torch's own kernels draw as in an eager run, and each block computed twice."""
+def test_a_compiled_run_equals_the_eager_run_of_one_rank(runs: Path, name: str) -> None:
+    """The runs have dropout, which torch's own kernels draw as in an eager run, and recompute each block."""
     one, many = runs / "single", runs / name
     assert read_json(many / "summary.json")["compiled"]
     for read in (metrics, evals):

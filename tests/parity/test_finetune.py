@@ -1,4 +1,4 @@
-"""N ranks finetune and distil what one rank does, with dropout on."""
+"""Check that N ranks finetune and distil the same model as one rank, with dropout."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def one_narrow(pretrained: Path, examples: Path, tmp_path_factory: pytest.TempPa
 
 
 def assert_same(run: Path, base: Path, loss: float, weights: float, steps: int = STEPS) -> None:
-    """Losses of all steps, weights, scores and predictions of all examples."""
+    """Compare losses of all steps, weights, and the labels and logits of all predictions."""
     assert len(losses(run)) == steps
     assert losses(run) == pytest.approx(losses(base), rel=loss)
     assert largest_relative_error(state(run, steps), state(base, steps)) <= weights
@@ -91,14 +91,14 @@ def assert_same(run: Path, base: Path, loss: float, weights: float, steps: int =
     assert [(p["split"], p["index"], p["label"]) for p in predicted] == [
         (p["split"], p["index"], p["label"]) for p in expected
     ]
-    for ours, theirs in zip(predicted, expected, strict=True):
-        assert ours["logits"] == pytest.approx(theirs["logits"], rel=weights, abs=weights)
+    for found, wanted in zip(predicted, expected, strict=True):
+        assert found["logits"] == pytest.approx(wanted["logits"], rel=weights, abs=weights)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.quick if n in QUICK else ()) for n in CELLS]
 )
-def test_n_ranks_finetune_what_one_rank_finetunes(
+def test_n_ranks_finetune_the_model_of_one_rank(
     name: str, pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path
 ) -> None:
     ranks, sections = CELLS[name]
@@ -107,15 +107,17 @@ def test_n_ranks_finetune_what_one_rank_finetunes(
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_in_fp32_too(name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path) -> None:
+def test_n_ranks_finetune_the_model_of_one_rank_in_fp32(
+    name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path
+) -> None:
     ranks, sections = CELLS[name]
     run = train_run(tmp_path, finetuning(examples, pretrained, precision="fp32", **sections), ranks)
     assert_same(run, one_narrow, loss=1e-5, weights=1e-5)
 
 
-def test_compiled_ranks_agree(pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path) -> None:
-    """Of two padded lengths, with and without padding; under zero1 the weights lie in buckets. Torch's own
-    kernels take seconds, inductor's minutes."""
+def test_compiled_runs_agree(pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path) -> None:
+    """Batches have two padded lengths, with and without padding, and zero1 keeps weights in buckets. torch's
+    own kernels take seconds, inductor's take minutes."""
     runs = [
         write_run(
             tmp_path / engine,
@@ -132,7 +134,7 @@ def test_compiled_ranks_agree(pretrained: Path, examples: Path, one_rank: Path, 
 
 
 @pytest.mark.parametrize("kind", ["multi_label", "regression"])
-def test_other_kinds_of_labels(kind: str, pretrained: Path, tmp_path: Path) -> None:
+def test_other_kinds_of_labels_agree(kind: str, pretrained: Path, tmp_path: Path) -> None:
     examples = write_examples(tmp_path / "examples", kind=kind)
     runs = []
     for ranks, micro in ((1, 8), (2, 2)):
@@ -166,7 +168,7 @@ def test_every_encoder_tensor_is_loaded_and_only_the_head_is_new(one_rank: Path,
 
 
 @pytest.mark.quick
-def test_a_finetuned_run_learns_and_says_what_of(one_rank: Path) -> None:
+def test_a_finetuned_run_learns_and_its_score_follows_from_its_predictions(one_rank: Path) -> None:
     steps, heldout = losses(one_rank), summary(one_rank)["heldout"]
     assert sum(steps[-5:]) < 0.8 * sum(steps[:5])
     assert heldout["examples"] == 11
@@ -186,14 +188,14 @@ STUDENTS: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "lstm-fsdp-n2": (LSTM, 2, 4, "fsdp"),
     "transformer-n2": ({}, 2, 2, "auto"),
 }
-"""Model, ranks, micro batch and engine."""
+"""Name -> model, ranks, micro batch and engine."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.quick if name == "lstm-n2" else ()) for name in STUDENTS]
 )
-def test_n_ranks_distil_what_one_rank_distils(name: str, examples: Path, tmp_path: Path) -> None:
-    """Logits in two parts; a BiLSTM and a transformer."""
+def test_n_ranks_distil_the_model_of_one_rank(name: str, examples: Path, tmp_path: Path) -> None:
+    """The students are a BiLSTM and a transformer; the logits are in two files."""
     logits = np.random.default_rng(0).normal(size=(2, 20, 3)).astype(np.float32)
     for part in range(2):
         save_file({"logits": logits[part]}, tmp_path / LOGITS.format(part))

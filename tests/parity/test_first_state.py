@@ -1,4 +1,4 @@
-"""What a run begins with: run.init_from with and without moments, and a budget in epochs."""
+"""Test the initial state of run.init_from, with and without moments, and a budget in epochs."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ LAMB = {"name": "lamb", "lr": 1e-2}
 
 @pytest.fixture(scope="module")
 def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """root/first: STEPS steps of LAMB; root/<keeps>: one step more at rate 0 from its end, on two ranks."""
+    """Train root/first for STEPS steps of LAMB, and from its end root/<keeps> for one step on two ranks."""
     root = tmp_path_factory.mktemp("init")
     first = {"schedule": {"name": "constant", "steps": STEPS}, "optim": LAMB}
     runs = {"first": (1, settings(shards, first))}
@@ -37,11 +37,11 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("keeps", ["weights", "moments"])
-def test_a_second_phase_begins_with_what_it_keeps(runs: Path, keeps: str) -> None:
+def test_a_second_phase_starts_from_the_weights_or_moments_it_keeps(runs: Path, keeps: str) -> None:
     end, start = state(runs / "first", STEPS), state(runs / keeps, 0)
     kept = {name for name in end if keeps == "moments" or "/" not in name}
     assert bits(start) == bits({name: end[name] for name in kept})
-    assert [line["step"] for line in metrics(runs / keeps)] == [1], "the counters begin anew"
+    assert [line["step"] for line in metrics(runs / keeps)] == [1], "the counters do not start from 0"
     steps = {float(t) for name, t in state(runs / keeps, 1).items() if name.endswith("/step")}
     assert steps == {STEPS + 1.0 if keeps == "moments" else 1.0}
 
@@ -54,7 +54,7 @@ def test_a_second_phase_begins_with_what_it_keeps(runs: Path, keeps: str) -> Non
     ],
     ids=str,
 )
-def test_foreign_moments_are_refused(
+def test_moments_of_another_optimizer_or_model_are_refused(
     runs: Path, shards: Path, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     first = {"init_from": str(runs / "first"), "init_keeps": "moments"}
@@ -65,8 +65,8 @@ def test_foreign_moments_are_refused(
         first_state(config, task.build_model(0), task.open_data(), HostCollectives(ALONE, None))
 
 
-def test_two_epochs_are_each_sequence_twice_also_resumed(shards: Path, tmp_path: Path) -> None:
-    """96 sequences in batches of 8; resumed from the checkpoint half way."""
+def test_two_epochs_use_each_sequence_twice_also_in_a_resumed_run(shards: Path, tmp_path: Path) -> None:
+    """The shards have 96 sequences, in batches of 8; the second run resumes from the checkpoint half way."""
     config = settings(shards, schedule={"epochs": 2}, checkpoint={"every_steps": 12, "keep": 9})
     whole = train_run(tmp_path / "whole", config)
     again = train_run(tmp_path / "again", config, resume=str(whole / "checkpoints" / "step-00000012"))

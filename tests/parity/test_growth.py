@@ -1,16 +1,16 @@
-"""The table of how rounding grows, at a tenth of its length."""
+"""Test the table of growing rounding differences at a tenth of its length."""
 
 from pathlib import Path
 
-from tests.parity.growth import BESIDE, measure
+from tests.parity.growth import COMPARED, measure
 
 LIMITS = {"fp32": 1e-5, "fp64": 1e-10}
 
 
-def test_rounding_is_measured_in_both_precisions_beside_both_runs(tmp_path: Path) -> None:
+def test_rounding_differences_grow_within_limits_in_both_precisions(tmp_path: Path) -> None:
     grown = list(measure(tmp_path, steps=(2, 20), rates=(5e-3,)))
-    assert [(precision, name) for precision, _, name, _ in grown] == [(p, n) for p in LIMITS for n in BESIDE]
-    for precision, _, _, distances in grown:
-        assert len(distances) == 2
-        assert distances[0] <= distances[1] < LIMITS[precision]
-    assert max(distances[1] for *_, distances in grown) > 0, "the runs do not sum in the same order"
+    assert [(p, name) for p, _, name, _ in grown] == [(p, name) for p in LIMITS for name in COMPARED]
+    for precision, _, _, differences in grown:
+        assert len(differences) == 2
+        assert differences[0] <= differences[1] < LIMITS[precision]
+    assert max(differences[1] for *_, differences in grown) > 0, "all runs sum in the same order"

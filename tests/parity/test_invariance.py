@@ -1,4 +1,4 @@
-"""Promise 1: N ranks train the model that 1 rank trains."""
+"""Promise 1: N ranks train the same model as 1 rank."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ SIZES = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """root/<case>/<N>: every case trained at 1, 2 and 4 ranks; 3 prefetch threads beside 1 in `threads`."""
+    """Train every case on 1, 2 and 4 ranks as root/<case>/<N>; `threads` has 3 prefetch threads, others 1."""
     root = tmp_path_factory.mktemp("invariance")
     for size in SIZES:
         train_runs(
@@ -59,7 +59,7 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", SIZES[1:])
 @pytest.mark.parametrize("case", CASES)
-def test_same_samples_and_masks_at_every_step(runs: Path, case: str, size: int) -> None:
+def test_every_step_has_the_same_samples_and_masks(runs: Path, case: str, size: int) -> None:
     one, many = samples_by_step(runs / case / "1"), samples_by_step(runs / case / str(size))
     assert len(one) == len(many) >= 20
     for step_one, step_many in zip(one, many, strict=True):
@@ -71,7 +71,7 @@ def test_same_samples_and_masks_at_every_step(runs: Path, case: str, size: int) 
 
 @pytest.mark.parametrize("size", SIZES[1:])
 @pytest.mark.parametrize("case", CASES)
-def test_same_schedule_loss_and_weights(runs: Path, case: str, size: int) -> None:
+def test_schedule_loss_and_weights_are_the_same(runs: Path, case: str, size: int) -> None:
     one, many = runs / case / "1", runs / case / str(size)
     exact = case in ("fp64", "ramp", "tokens", *CLOCKED)
     loss_tolerance, weight_tolerance = (1e-10, 1e-10) if exact else (1e-5, 1e-4)
@@ -88,7 +88,7 @@ def test_same_schedule_loss_and_weights(runs: Path, case: str, size: int) -> Non
     assert largest_relative_error(state(many, step), state(one, step)) < weight_tolerance
 
 
-def test_the_weights_moved_far_beyond_the_tolerances(runs: Path) -> None:
+def test_the_weights_change_much_more_than_the_tolerances(runs: Path) -> None:
     config = load_config(runs / "fp64" / "1" / "config.yaml")
     start = build_model(config.model, config.data.sequence_length, config.run.seed).double().state_dict()
     end = state(runs / "fp64" / "1", 50)
@@ -96,7 +96,7 @@ def test_the_weights_moved_far_beyond_the_tolerances(runs: Path) -> None:
     assert min(moved.values()) > 1e-2, moved
 
 
-def test_the_ramp_ramps(runs: Path) -> None:
+def test_the_ramp_raises_the_global_batch(runs: Path) -> None:
     batches = logged(runs / "ramp" / "1", "global_batch")
     assert batches[0] == 8
     assert batches[-1] == 24
@@ -104,16 +104,16 @@ def test_the_ramp_ramps(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CLOCKED)
-def test_hours_and_dollars_end_on_rank_zeros_clock(runs: Path, case: str) -> None:
-    """Other ranks' clocks run 4, 7 and 10 times as fast; had one counted, the run would be shorter."""
+def test_budgets_in_hours_and_dollars_end_by_the_clock_of_rank_0(runs: Path, case: str) -> None:
+    """The clocks of other ranks run 4, 7 and 10 times as fast, so a run that used them would be shorter."""
     lengths = {size: metrics(runs / case / str(size))[-1]["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_hours_are_those_of_each_steps_beginning(runs: Path, size: int) -> None:
-    """The clock shows 1 s more at each reading: as a step begins, is logged, and ends. The next begins 1 s
-    later, and is expected to begin as it ends."""
+def test_a_budget_in_hours_uses_the_time_at_the_start_of_each_step(runs: Path, size: int) -> None:
+    """The clock advances by 1 s at each reading: when a step starts, is logged, and ends. The next step
+    starts 1 s later, but the schedule expects it to start when the last one ends."""
     lines = metrics(runs / "hours" / str(size))
     config = load_config(runs / "hours" / str(size) / "config.yaml")
     elapsed_s = [line["elapsed_s"] for line in lines]
@@ -129,13 +129,13 @@ def test_hours_are_those_of_each_steps_beginning(runs: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("case", COUNTED)
-def test_the_last_line_has_all_of_the_budget(runs: Path, case: str) -> None:
+def test_the_last_line_has_full_progress(runs: Path, case: str) -> None:
     assert [metrics(runs / case / str(size))[-1]["progress"] for size in SIZES] == [1.0] * len(SIZES)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_hours_go_on_with_what_was_spent(runs: Path, tmp_path: Path, size: int) -> None:
-    """From the checkpoint of the 1-rank run: the first step has the progress that was saved."""
+def test_a_resumed_budget_in_hours_includes_earlier_hours(runs: Path, tmp_path: Path, size: int) -> None:
+    """The first step after resuming from the 1-rank checkpoint has the saved progress."""
     origin = runs / "hours" / "1"
     checkpoint = max((origin / "checkpoints").glob("step-*"))
     config = yaml.safe_load((origin / "config.yaml").read_text())
@@ -148,6 +148,6 @@ def test_hours_go_on_with_what_was_spent(runs: Path, tmp_path: Path, size: int) 
     assert first["lr"] == budget.optim.lr * lr_factor(budget.schedule, spent_s / 180)
 
 
-def test_prefetch_threads_change_nothing(runs: Path) -> None:
-    """Bit for bit: threads only move the work."""
+def test_prefetch_threads_do_not_change_the_weights(runs: Path) -> None:
+    """The weights are bit-equal, because threads only prefetch batches."""
     assert bits(state(runs / "fp32" / "1", 50)) == bits(state(runs / "threads" / "1", 50))

@@ -1,4 +1,4 @@
-"""Promise 1 over the whole matrix: every engine, optimizer, number of ranks and tensor-parallel size."""
+"""Test promise 1 for every engine, optimizer, number of ranks and tensor-parallel size."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.tensors import bits, largest_relative_error
 
 
 def ci_cells() -> list[Cell]:
-    """Every engine x optimizer, every engine x (ranks, tensor), both precisions and accumulations."""
+    """Select cells of every engine x optimizer and engine x (ranks, tensor), in all precisions."""
     chosen = {}
     for cell in matrix.cells():
         if matrix.excuse(cell) is not None or cell.form != "eager":
@@ -38,14 +38,14 @@ CELLS = ci_cells()
 FIRST = {
     cell.engine: cell for cell in reversed(CELLS) if (cell.ranks, cell.tensor, cell.task) == (2, 1, "mlm")
 }
-"""engine -> the cell of the quick suite; all of two ranks, so that they share one start."""
+"""engine -> its cell of the quick tests. All have two ranks, so that they share one spawn."""
 
 
 @pytest.fixture(scope="module")
 def deviations(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Cell, Deviation | str]:
-    """Of the cells that are selected."""
+    """Train the cells of all selected tests and return their deviations."""
     calls = [
         item.callspec
         for item in request.session.items
@@ -61,15 +61,15 @@ def deviations(
     [pytest.param(cell, marks=pytest.mark.quick if cell in FIRST.values() else ()) for cell in CELLS],
     ids=str,
 )
-def test_cell(deviations: dict[Cell, Deviation | str], cell: Cell) -> None:
+def test_parity(deviations: dict[Cell, Deviation | str], cell: Cell) -> None:
     outcome = deviations[cell]
     assert isinstance(outcome, Deviation), outcome
     assert outcome.problems(cell) == []
 
 
 @pytest.mark.quick
-def test_no_cell_is_missing() -> None:
-    """Every engine and optimizer that the configuration knows is in the matrix, at each N and tensor size."""
+def test_the_matrix_has_every_engine_and_optimizer() -> None:
+    """Each engine and optimizer of the configuration has cells with every number of ranks and tensor size."""
     engines = set(ENGINES) - {"single", "independent"}
     eager = {cell for cell in matrix.cells() if cell.form == "eager"}
     compiled = set(matrix.compiled_cells())
@@ -84,7 +84,7 @@ def test_no_cell_is_missing() -> None:
 
 
 @pytest.mark.quick
-def test_refused_cells_are_those_that_cannot_be_right() -> None:
+def test_exactly_the_unsupported_cells_are_refused() -> None:
     for cell in matrix.cells():
         wrapped = cell.engine.startswith(("deepspeed", "accelerate"))
         deepspeed = cell.engine.startswith("deepspeed")
@@ -97,16 +97,16 @@ def test_refused_cells_are_those_that_cannot_be_right() -> None:
         assert (cell.refusal() is not None) == wrong, (cell, cell.refusal())
 
 
-# engine, ranks and tensor of each part of a run
-OURS = "zero1 2 1, fsdp 4 2, ddp 2 2, fsdp 2 1, zero1 4 2, single 1 1, ddp 4 1, zero1 4 1"
+# engine, ranks and tensor of each start of a run
+OWN_ENGINES = "zero1 2 1, fsdp 4 2, ddp 2 2, fsdp 2 1, zero1 4 2, single 1 1, ddp 4 1, zero1 4 1"
 WRAPPED = "ddp 2 1, deepspeed-3 2 1, accelerate 2 1, deepspeed-1 2 1"
 LAMB = {"precision": "fp64", "optim": {"name": "lamb", "lr": 1e-2}}
 
 
 @pytest.mark.parametrize(
-    ("parts", "own", "loss", "weights"), [(OURS, LAMB, 1e-9, 1e-9), (WRAPPED, {}, 1e-5, 1e-4)]
+    ("parts", "own", "loss", "weights"), [(OWN_ENGINES, LAMB, 1e-9, 1e-9), (WRAPPED, {}, 1e-5, 1e-4)]
 )
-def test_a_checkpoint_of_any_engine_goes_on_in_any_other(
+def test_a_checkpoint_of_any_engine_resumes_in_any_other(
     shards: Path, tmp_path: Path, parts: str, own: dict[str, Any], loss: float, weights: float
 ) -> None:
     chain = [(engine, int(ranks), int(tensor)) for engine, ranks, tensor in map(str.split, parts.split(","))]
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_any_engine_goes_on_in_any_other(
         key: (t.shape, t.dtype) for key, t in many.items()
     }
     assert largest_relative_error(many, one) < weights
-    assert largest_relative_error(one, state(moving, 4)) > 0.1, "a stale state would not be seen"
+    assert largest_relative_error(one, state(moving, 4)) > 0.1, "a stale state could not be detected"
 
 
 BAD = (*((name, 2, 1) for name in matrix.ENGINES), ("ddp", 2, 2), ("zero1", 4, 2), ("fsdp", 4, 2))
@@ -143,8 +143,8 @@ BAD = (*((name, 2, 1) for name in matrix.ENGINES), ("ddp", 2, 2), ("zero1", 4, 2
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     shards: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    """NaN, then infinity: neither leaves a trace in the state or beside it. A run that goes on from the state
-    after them ends bit-equal."""
+    """The loss is NaN, then infinite, which leaves the state unchanged. A run that resumes after both steps
+    ends bit-equal."""
     common = {"schedule": {"steps": 7}, "optim": {"name": optimizer}}
     common["checkpoint"] = {"every_steps": 1, "keep": 99}
     runs = {}
@@ -171,16 +171,16 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
 OPTIONS: dict[str, tuple[int, dict[str, Any], float]] = {
     "ddp small buckets": (2, {"engine": "ddp", "bucket_mib": 0.01}, 1e-10),
     "ddp static graph": (2, {"engine": "ddp", "static_graph": True}, 1e-10),
-    "ddp bf16 sent": (2, {"engine": "ddp", "reduce_dtype": "bf16"}, 2e-2),
+    "ddp bf16 reduced": (2, {"engine": "ddp", "reduce_dtype": "bf16"}, 2e-2),
     "zero1 small buckets": (2, {"engine": "zero1", "bucket_mib": 0.01}, 1e-10),
     "accelerate small buckets": (2, {"engine": "accelerate", "bucket_mib": 0.01}, 1e-10),
     "ddp recomputed": (2, {"engine": "ddp", "activation_checkpointing": True}, 1e-10),
     "fsdp recomputed": (2, {"engine": "fsdp", "activation_checkpointing": True}, 1e-10),
     "fsdp hybrid": (4, {"engine": "fsdp", "fsdp_replicas": 2}, 1e-10),
-    "fsdp hybrid in tensor": (4, {"engine": "fsdp", "fsdp_replicas": 2, "tensor": 2}, 1e-10),
+    "fsdp hybrid with tensor": (4, {"engine": "fsdp", "fsdp_replicas": 2, "tensor": 2}, 1e-10),
     "tensor recomputed": (4, {"engine": "ddp", "tensor": 4, "activation_checkpointing": True}, 1e-10),
 }
-"""name -> (ranks, parallel section, how far the loss may be from one process)."""
+"""name -> (ranks, parallel section, tolerance of the loss)."""
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def option_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_option(option_runs: Path, name: str) -> None:
+def test_a_parallel_option_keeps_the_losses_of_one_process(option_runs: Path, name: str) -> None:
     _, own, tolerance = OPTIONS[name]
     if not installed(own["engine"]):
         pytest.skip("accelerate is not installed")
@@ -203,12 +203,12 @@ def test_option(option_runs: Path, name: str) -> None:
     assert len(pairs) == 10
     far = max(abs(a - b) for a, b in pairs)
     assert far < tolerance
-    if tolerance > 1e-10:  # 16 bits on the wire must show, or nothing narrow was sent
+    if tolerance > 1e-10:  # a reduction in 16 bits must change the loss
         assert far > 1e-9
 
 
-def test_a_compiled_run_is_the_eager_one(shards: Path, tmp_path: Path) -> None:
-    """By inductor; what it compiles is the subject of test_compiled.py, all engines are in `make parity`."""
+def test_a_run_compiled_by_inductor_equals_the_eager_run(shards: Path, tmp_path: Path) -> None:
+    """test_compiled.py checks the captured graphs; `make parity` compiles runs of all engines."""
     common, parallel = {"schedule": {"steps": 5}}, {"tensor": {"tensor": 2}, "fsdp": {"engine": "fsdp"}}
     runs = {name: (2, settings(shards, common, compile="on", parallel=own)) for name, own in parallel.items()}
     train_named(tmp_path, {"eager": (1, settings(shards, common)), **runs})
@@ -222,34 +222,34 @@ SIXTEEN_BITS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "residual": {"precision": "bf16", "model": {"residual_dtype": "bf16"}},
 }
-SENT = "fp16-ddp-1-sent"
-"""Of the gradient too, under the loss scale."""
+REDUCED = "fp16-ddp-1-sent"
+"""Run whose gradients are also reduced in fp16, under the loss scale."""
 
 
 @pytest.fixture(scope="module")
 def narrow_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """root/<name>-<engine>-<tensor>, and root/<name>-single-1: of one process."""
+    """Train root/<name>-<engine>-<tensor> on two ranks, and root/<name>-single-1 in one process."""
     common = {"schedule": {"name": "constant", "steps": 30}}
     sent = {"engine": "ddp", "reduce_dtype": "fp16"}
-    runs = {SENT: (2, settings(shards, common, precision="fp16", parallel=sent))}
+    runs = {REDUCED: (2, settings(shards, common, precision="fp16", parallel=sent))}
     for (name, own), (engine, tensor) in itertools.product(SIXTEEN_BITS.items(), (("single", 1), *NARROW)):
         config = settings(shards, common, own, parallel={"engine": engine, "tensor": tensor})
         runs[f"{name}-{engine}-{tensor}"] = (1 if engine == "single" else 2, config)
     return train_named(tmp_path_factory.mktemp("narrow"), runs)
 
 
-def test_a_gradient_is_sent_in_16_bits_under_the_loss_scale(narrow_runs: Path) -> None:
-    wide, sent = (losses(narrow_runs / name) for name in ("fp16-ddp-1", SENT))
+def test_gradients_are_reduced_in_16_bits_under_the_loss_scale(narrow_runs: Path) -> None:
+    wide, sent = (losses(narrow_runs / name) for name in ("fp16-ddp-1", REDUCED))
     assert sent == pytest.approx(wide, abs=5e-3)
     assert sent != wide
-    assert metrics(narrow_runs / SENT)[-1]["skipped_steps"] == 0
+    assert metrics(narrow_runs / REDUCED)[-1]["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
 def test_engines_agree_in_16_bits(narrow_runs: Path, name: str) -> None:
-    """Autocast, and for fp16 one loss scale for all ranks: not to a bit, as sums round in another order."""
+    """Runs use autocast and, in fp16, one loss scale for all ranks. Losses differ by rounding only."""
     one = narrow_runs / f"{name}-single-1"
-    assert max(losses(one)) - min(losses(one)) > 0.08  # against 0.005 between engines
+    assert max(losses(one)) - min(losses(one)) > 0.08  # while engines may differ by 0.005
     for engine, tensor in NARROW:
         run = narrow_runs / f"{name}-{engine}-{tensor}"
         assert losses(run) == pytest.approx(losses(one), abs=5e-3), (engine, tensor)

@@ -1,4 +1,4 @@
-"""A residual stream in bf16 trains as one in fp32 does; of several ranks see test_matrix.py."""
+"""Check that a residual stream in bf16 trains as well as in fp32; test_matrix.py tests several ranks."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ VOCABULARY, LENGTH, MASK = 24, 16, 6
 
 
 def counting_up(seed: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens that count up, and a quarter of the positions to predict: one half masked, the other seen, so
-    that copying is learnt in a few steps."""
+    """Return sequences of consecutive tokens in which a quarter of the positions is to be predicted. Half of
+    these are visible, so that the model learns to copy in a few steps."""
     generator = torch.Generator().manual_seed(seed)
     first_B1 = torch.randint(VOCABULARY - 7, (sequences, 1), generator=generator)
     ids = ((first_B1 + torch.arange(LENGTH)) % (VOCABULARY - 7) + 7).flatten()
@@ -25,7 +25,7 @@ def counting_up(seed: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def heldout_losses(residual: str, steps: int = 30) -> tuple[float, float, dict[str, Tensor]]:
-    """Before and after training on `steps` micro batches, in nats, and the weights."""
+    """Return the held-out losses before and after `steps` optimizer steps, in nats, and the weights."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
     config = ModelConfig(num_layers=2, residual_dtype=residual, **sizes)  # type: ignore[arg-type]
     model = build_model(config, LENGTH, seed=0)
@@ -48,8 +48,8 @@ def heldout_losses(residual: str, steps: int = 30) -> tuple[float, float, dict[s
         return before, loss_of(steps, 128).item(), {n: p.detach() for n, p in model.named_parameters()}
 
 
-def test_the_heldout_loss_at_equal_tokens_is_that_of_a_wide_stream() -> None:
+def test_a_bf16_residual_stream_reaches_the_heldout_loss_of_fp32() -> None:
     (start, wide, weights), (_, narrow, rounded) = heldout_losses("full"), heldout_losses("bf16")
-    assert bits(weights) != bits(rounded), "nothing was rounded"
+    assert bits(weights) != bits(rounded), "no weight was rounded"
     assert start - wide > 1.0
     assert narrow == pytest.approx(wide, abs=0.02)

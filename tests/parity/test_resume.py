@@ -1,4 +1,4 @@
-"""Promise 3: bit-equal resume at the same N, exact sample order at another N."""
+"""Promise 3: a resumed run is bit-equal on as many ranks, and keeps its sample order on more or fewer."""
 
 import re
 import shutil
@@ -14,8 +14,6 @@ from tests.tensors import bits
 
 SIZES = (1, 2, 4)
 MEASURED = re.compile(r".*(_s|_gib|_per_gpu)")
-
-
 SAVES = {"every_steps": 14, "every_minutes": 0.25, "keep": 9}
 
 
@@ -29,8 +27,8 @@ def unmeasured(line: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """root/whole/N: uninterrupted. root/cut/N: resumed from the whole run's checkpoint at step 14, same N.
-    root/moved/N: resumed from the 1-rank checkpoint at N ranks."""
+    """Train root/whole/N on N ranks without interruption, root/cut/N from the checkpoint of root/whole/N at
+    step 14, and root/moved/N from the checkpoint of root/whole/1 at step 14."""
     root = tmp_path_factory.mktemp("resume")
     for size in SIZES:
         train_run(root / "whole" / str(size), config(shards), size, seconds_per_call=1.0)
@@ -49,12 +47,12 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_resume_at_the_same_n_is_bit_equal(runs: Path, size: int) -> None:
+def test_a_resume_on_as_many_ranks_is_bit_equal(runs: Path, size: int) -> None:
     whole, cut = runs / "whole" / str(size), runs / "cut" / str(size)
     for step in (28, 30):
         assert bits(state(whole, step)) == bits(state(cut, step))
     lines = list(zip(metrics(whole), metrics(cut), strict=True))
-    assert len(lines) == 30, "the lines after the checkpoint and the torn one were cut, then written anew"
+    assert len(lines) == 30, "lines after the checkpoint are replaced, a torn one too"
     for a, b in lines:
         assert unmeasured(a) == unmeasured(b)
     held_out = [read_json(run / "summary.json")["heldout_loss"] for run in (whole, cut)]
@@ -62,8 +60,8 @@ def test_resume_at_the_same_n_is_bit_equal(runs: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_saves_by_time_follow_rank_zeros_clock_and_count_from_the_checkpoint(runs: Path, size: int) -> None:
-    """A step takes 3 s on it and more on the others'. After a save of 2 s none follows within 200."""
+def test_saves_by_time_follow_the_clock_of_rank_0_from_the_checkpoint_on(runs: Path, size: int) -> None:
+    """A step takes 3 s on this clock, more on others. No save follows within 200 s of one that took 2 s."""
     saved = {
         kind: sorted(int(path.name[5:]) for path in (runs / kind / str(size)).glob("checkpoints/step-*"))
         for kind in ("whole", "cut")
@@ -72,7 +70,7 @@ def test_saves_by_time_follow_rank_zeros_clock_and_count_from_the_checkpoint(run
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_resume_at_another_n_continues_with_the_same_samples(runs: Path, size: int) -> None:
+def test_a_resume_on_another_number_of_ranks_continues_with_the_same_samples(runs: Path, size: int) -> None:
     whole, moved = runs / "whole" / "1", runs / "moved" / str(size)
     expected = samples_by_step(whole)[14:]
     seen = samples_by_step(moved)

@@ -1,5 +1,5 @@
-"""Scores of predictions that several ranks made, beside scikit-learn's and scipy's own functions; scores of a
-constant answer, and those that are not defined."""
+"""Compare scores of predictions that several ranks made with scikit-learn and scipy, and test scores of a
+constant answer and undefined scores."""
 
 import json
 import math
@@ -32,7 +32,7 @@ sklearn = pytest.importorskip("sklearn.metrics", reason="needs the extra glue")
 stats = pytest.importorskip("scipy.stats", reason="needs the extra glue")
 
 pytestmark = pytest.mark.quick
-VOCAB, DEV, MICRO = 64, 31, 3  # 31 examples fill no number of micro batches
+VOCAB, DEV, MICRO = 64, 31, 3  # 31 examples do not fill the last micro batch
 Measure = Callable[[NDArray[Any], NDArray[Any]], float]
 OF_CLASSES: dict[str, Measure] = {
     "accuracy": lambda y, x: sklearn.accuracy_score(y, x.argmax(1)),
@@ -54,13 +54,13 @@ OF_A_SCORE: dict[str, Measure] = {
 KINDS: dict[str, tuple[str, int, Mapping[str, Measure]]] = {
     "two labels": ("single_label", 2, OF_CLASSES | OF_TWO),
     "three labels": ("single_label", 3, OF_CLASSES | OF_THREE),
-    "several labels": ("multi_label", 2, OF_SEVERAL),
-    "a score": ("regression", 1, OF_A_SCORE),
+    "independent labels": ("multi_label", 2, OF_SEVERAL),
+    "regression": ("regression", 1, OF_A_SCORE),
 }
 
 
 class SumOfTokens(torch.nn.Module):
-    """Logits that follow from an example's tokens alone: [B, L]."""
+    """Model whose logits [B, L] depend on an example's tokens only."""
 
     def __init__(self, outputs: int):
         super().__init__()
@@ -75,7 +75,7 @@ class SumOfTokens(torch.nn.Module):
 
 
 def evaluate_all(folder: str) -> None:
-    """In a rank: each kind's prepared directory."""
+    """Evaluate the prepared directory of each kind in this rank."""
     comm = distributed.connect(read_world(os.environ), torch.device("cpu"))
     for name, (kind, outputs, _) in KINDS.items():
         evaluate(Path(folder, name), kind, outputs, comm)
@@ -83,7 +83,7 @@ def evaluate_all(folder: str) -> None:
 
 
 def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
-    """Writes scores-RANK.json."""
+    """Evaluate a prepared directory and write scores-RANK.json."""
     world, device = comm.world, torch.device("cpu")
     own: dict[str, Any] = {
         "data": {"sequence_length": 32},
@@ -103,7 +103,7 @@ def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_scores_of_gathered_predictions_are_scikit_learns(ranks: int, tmp_path: Path) -> None:
+def test_scores_of_gathered_predictions_equal_those_of_scikit_learn(ranks: int, tmp_path: Path) -> None:
     for name, (kind, outputs, measures) in KINDS.items():
         write_examples(tmp_path / name, kind=kind, dev=DEV, metrics=list(measures), num_labels=outputs)
     run_ranks(ranks, evaluate_all, str(tmp_path))
@@ -112,7 +112,7 @@ def test_scores_of_gathered_predictions_are_scikit_learns(ranks: int, tmp_path: 
 
 
 def mean_loss(kind: str, logits_NL: NDArray[Any], labels: NDArray[Any]) -> float:
-    """Over the examples, or over every decision of independent labels."""
+    """Return the mean loss over the examples, or over every decision of independent labels."""
     if kind == "regression":
         return float(np.square(logits_NL[:, 0] - labels).mean())
     if kind == "multi_label":
@@ -124,7 +124,7 @@ def mean_loss(kind: str, logits_NL: NDArray[Any], labels: NDArray[Any]) -> float
 def assert_scores(
     folder: Path, model: torch.nn.Module, kind: str, measures: Mapping[str, Measure], ranks: int
 ) -> None:
-    """Those of every rank, its loss and the predictions are what each example alone gives."""
+    """Check that scores, loss and predictions of every rank equal those of examples evaluated one by one."""
     dev = Examples.open(folder, read_examples(folder), "dev")
     with torch.no_grad():
         alone = [model(torch.from_numpy(dev.tokens(i).astype(np.int64))[None])[0].numpy() for i in range(DEV)]
@@ -134,7 +134,7 @@ def assert_scores(
     order = np.random.default_rng(2).permutation(DEV)
     expected = {f"dev/{name}": measure(labels[order], logits_NL[order]) for name, measure in measures.items()}
     moved = {f"dev/{name}": measure(labels, logits_NL[order]) for name, measure in measures.items()}
-    assert any(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order matters"
+    assert any(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order has no effect"
     for rank in range(ranks):
         measured = read_json(folder / f"scores-{rank}.json")
         assert measured["examples"] == DEV
@@ -142,7 +142,7 @@ def assert_scores(
         assert measured["scores"] == pytest.approx(expected, abs=1e-12)
 
 
-# --- of one process
+# --- scores in one process
 
 
 BINARY: tuple[Metric, ...] = ("accuracy", "f1", "mcc", "auc")
@@ -157,13 +157,13 @@ def test_the_area_under_the_curve_is_the_share_of_pairs_in_the_right_order() -> 
     assert score(["auc"], "single_label", LOGITS, LABELS)["auc"] == pytest.approx(ahead.mean(), abs=1e-12)
 
 
-def test_what_is_not_defined_is_nan_and_what_is_not_finite_is_refused() -> None:
+def test_undefined_scores_are_nan_and_logits_that_are_not_finite_are_refused() -> None:
     flat = np.zeros((4, 1))
     found = score(["pearson", "spearman"], "regression", flat, np.arange(4.0))
     assert all(math.isnan(value) for value in found.values())
     assert math.isnan(score(["pearson"], "regression", flat[:1], np.zeros(1))["pearson"])
     assert math.isnan(score(["auc"], "single_label", LOGITS[:4], np.ones(4, np.int64))["auc"])
-    with pytest.raises(KeyError):  # of more labels than two
+    with pytest.raises(KeyError):  # three labels
         score(["auc"], "single_label", np.eye(3), np.arange(3))
     broken = LOGITS.copy()
     broken[3, 1] = np.nan
@@ -172,7 +172,7 @@ def test_what_is_not_defined_is_nan_and_what_is_not_finite_is_refused() -> None:
 
 
 def test_the_majority_of_train_is_scored_on_dev() -> None:
-    train, dev = np.array([1] * 7 + [0] * 3), np.array([1] * 279 + [0] * 129)  # dev as MRPC's
+    train, dev = np.array([1] * 7 + [0] * 3), np.array([1] * 279 + [0] * 129)  # the counts of MRPC's dev set
     found = majority(BINARY, "single_label", train, dev)
     assert found == pytest.approx({"accuracy": 0.68382, "f1": 0.81223, "mcc": 0, "auc": 0.5}, abs=1e-5)
     assert majority(["accuracy"], "single_label", 1 - train, dev)["accuracy"] == pytest.approx(129 / 408)

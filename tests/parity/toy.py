@@ -1,4 +1,4 @@
-"""The smallest task: a perceptron whose samples have one, two or three targets, so micro batches differ."""
+"""A minimal task: a perceptron whose samples have one to three targets, so that micro batches differ."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def make_batch(ids: Any, epoch_size: int = NUM_SAMPLES) -> ToyBatch:
 
 
 class ToyTask:
-    """See `bert_dp.tasks.Task`."""
+    """Task of `ToyModel`; see `bert_dp.tasks.Task`."""
 
     flops_per_token = 1.0
 
@@ -104,7 +104,7 @@ class ToyTask:
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
         total, count = 0.0, 0
-        for number in range(0, HELD_OUT, context.dp_size):  # one sample a replica, as many rounds for all
+        for number in range(0, HELD_OUT, context.dp_size):  # all replicas take equally many samples
             if context.stopped():
                 return None
             ids = np.arange(number + context.dp_rank, number + context.dp_rank + 1)

@@ -1,4 +1,4 @@
-"""Pretraining that breaks where BERT_DP_TEST_FAULT says; see sitecustomize.py."""
+"""Pretraining task that fails as BERT_DP_TEST_FAULT defines; see sitecustomize.py."""
 
 from sitecustomize import COUNTER, break_now
 

@@ -1,9 +1,9 @@
-"""Breaks a worker on purpose. On PYTHONPATH, Python runs this at every start; nothing of it ships.
+"""Inject a fault into a worker. Python runs this file at every start if its folder is on PYTHONPATH.
 
-BERT_DP_TEST_FAULT: JSON of what, rank, place, step [, seconds, once, times]. Inert without it, and in every
-process that is not the worker. `what` happens on `rank` at `place` in optimizer step `step` (from 0; place
-compile = the dry run; place save = the save after that step, -1 = the first), and in the `times` - 1 steps
-after it. `once`: a path; the fault happens only while that file does not exist, and makes it.
+BERT_DP_TEST_FAULT is JSON with what, rank, place, step [, seconds, once, times]. Without this variable, and
+in processes other than workers, nothing happens. The fault `what` occurs on `rank` at `place` in optimizer
+step `step` (from 0; place compile = the dry run; place save = the save after that step, -1 = the first save)
+and in the `times` - 1 steps after it. `once` is a file that the fault creates; it prevents further faults.
 
 what:  raise | exit | segv | abort | bus | ill | kill | stop | sleep | gil | mismatch | nan | spike | slow |
        cuda_oom | full_disk | io_error | read_only
@@ -54,7 +54,7 @@ def break_now(fault: dict) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if what in ("sleep", "slow"):
         time.sleep(fault.get("seconds", 3600))
-    if what == "gil":  # a C call that keeps the lock; a signal makes it return the seconds that are left
+    if what == "gil":  # a C call that keeps the GIL; a signal makes it return the remaining seconds
         left = int(fault.get("seconds", 3600))
         while left:
             left = ctypes.PyDLL(None).sleep(left)
@@ -65,7 +65,7 @@ def break_now(fault: dict) -> None:
 
 
 class Counter:
-    """Which optimizer step the worker is in: -1 = the dry run, -2 = before it."""
+    """Counter of the worker's optimizer steps: -1 = in the dry run, -2 = before the dry run."""
 
     def __init__(self, fault: dict):
         self.fault, self.step = fault, -2
@@ -96,7 +96,7 @@ def patch_checkpoint(checkpoint: object, counter: Counter) -> None:
     errors = {"full_disk": errno.ENOSPC, "io_error": errno.EIO, "read_only": errno.EROFS}
 
     def save_file(tensors, path):
-        saved = int(path.parent.name[5:13])  # training may be some steps ahead of the write
+        saved = int(path.parent.name[5:13])  # training may be some steps ahead of the saved step
         if counter.due("save", saved - 1):
             if (number := errors.get(counter.fault["what"])) is not None:
                 raise OSError(number, os.strerror(number), str(path))
@@ -107,7 +107,7 @@ def patch_checkpoint(checkpoint: object, counter: Counter) -> None:
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Patches a module right after it has run."""
+    """Import hook that patches a module right after its execution."""
 
     def __init__(self, patches: dict):
         self.patches = patches
