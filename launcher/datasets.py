@@ -26,7 +26,7 @@ OPTIONS = {
 }
 """Setting -> option of `data build` that changes it, for error messages."""
 SAMPLE_CHARS = 300  # maximum length of a sample in the report
-SHOWN_SOURCES = 20  # rows of the table of sources; the sources with the largest loss come first
+SHOWN_SOURCES = 20  # rows of the table of sources; those that lost the largest share of text come first
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),

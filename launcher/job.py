@@ -308,7 +308,7 @@ class Output(Generic[P]):
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> tuple[dict[str, Any], Path, Manifest]:
         """Prepare the data and call `begin_with`. Return the fields of a result file, the shard directory and
-        the manifest. Raise ConfigError if the data is unusable, or if `begin_with` does."""
+        the manifest. Raise ConfigError as `begin_with` does, and if the data is unusable."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):

@@ -82,7 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval [low, high] with the share LEVEL of the draws; None without draws."""
+    """Return the central interval [low, high] that contains a share LEVEL of draws; None without draws."""
     if draws is None:
         return None
     import numpy as np

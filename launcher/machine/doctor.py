@@ -120,7 +120,7 @@ def diagnose(env: Environment) -> list[Finding]:
             env.disk_free_gib is not None and env.disk_free_gib >= 5,
             f"free disk: {format_gib(env.disk_free_gib)}",
             "a checkpoint may not fit; the run then stops at its first save",
-            "free space, choose another --run-dir, or lower checkpoint.keep",
+            "make space, choose another --run-dir, or lower checkpoint.keep",
         ),
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
@@ -202,13 +202,13 @@ def checkpoint(
     return _finding(
         rate >= MIN_CHECKPOINT_MB_S,
         f"checkpoint round trip: {mib:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s",
-        f"a checkpoint of 1.4 GB (120 M parameters) takes {1400 / rate:.0f} s to write and verify",
+        f"a checkpoint of 1.4 GB (120 M parameters) takes {1400 / rate:.0f} s to write, verify and load",
         "choose a faster disk with --run-dir, or a larger checkpoint.every_steps",
     )
 
 
 def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.all_reduce") -> Finding:
-    """Time an all-reduce by `python -m module`: between all GPUs if there are several, else two CPU ranks."""
+    """Time an all-reduce by `module` between all GPUs if there are several, else between two CPU ranks."""
     r, error = _json_of(module, [], timeout_s)
     if r is None:
         consequence = "ranks cannot communicate: every run on more than one rank will fail"
@@ -233,4 +233,4 @@ def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, 
     """Run `python -m module` and return the last JSON object that it prints, or None and the error."""
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
-    return (json.loads(lines[-1]), "") if lines else (None, error or "no result line")
+    return (json.loads(lines[-1]), "") if lines else (None, error or "it printed no result")

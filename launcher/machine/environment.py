@@ -238,7 +238,7 @@ def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
 
 
 def _instance(gpu: Gpu) -> Gpu:
-    """Return `gpu` as one MIG instance, whose memory is unknown."""
+    """Return a MIG instance of `gpu`. Its memory is unknown."""
     return dataclasses.replace(gpu, name=f"{gpu.name} (MIG)", memory_gib=None, free_gib=None)
 
 

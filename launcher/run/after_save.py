@@ -65,7 +65,7 @@ class AfterSave:
                 self._log(f"warning: --after-save: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint and its mtime in ns, because a restarted run may save a step again."""
+        """Return the newest checkpoint and its mtime (ns), which changes if a restart saves it again."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns

@@ -20,7 +20,7 @@ SILENT_S = 30.0  # a launcher counts as lost after this time without a message
 
 def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[list[Finding], int]:
     """Check the nodes; return the findings (on node 0 only) and the exit code. Raise ConfigError if a run
-    would be refused: a node is missing, versions or data differ, or no directory is shared."""
+    would be refused because a node is missing, versions or data differ, or no directory is shared."""
     directory = existing(run_dir.resolve())
     hello = peers.hello_of(job.load("quickstart", [], run_dir), place, 1)
     data_hash = read_manifest(data).hash if data else ""
@@ -30,7 +30,8 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
         nodes.gather(hello)
         nodes.check_data(data_hash)
         also = f" and the data {data_hash[:16]}" if data else ""
-        findings = [Finding("ok", f"nodes: {place.nodes} with the same versions share {directory}{also}")]
+        message = f"nodes: all {place.nodes} have the same versions and share {directory}{also}"
+        findings = [Finding("ok", message)]
         for rank in range(1, place.nodes):
             findings += [_clock(nodes, rank), _link(nodes, rank)]
         nodes.end(int(any(f.level == "fail" for f in findings)))
@@ -63,14 +64,14 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
-    """Run one of the two ranks; return (output, error) like run_command. `store`: rank 0's bound socket."""
+    """Run one rank of the pair; return (output, error) like run_command. `store`: rank 0's bound socket."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)
 
 
 def _serve(place: Place, directory: Path, data_hash: str, hello: peers.Message) -> int:
-    """Run the measurements that node 0 requests; return its exit code. Raise ConfigError for its issues."""
+    """Run measurements as node 0 requests; return its exit code. Raise ConfigError if it reports issues."""
     member = peers.join(place, directory, hello, SILENT_S)
     member.link.send("data", hash=data_hash, issues=[])
     while (order := member.next()) is not None and order["kind"] == "start":

@@ -1,4 +1,4 @@
-"""Display and complete a run that another launcher started, in a child process of rank 0.
+"""Display and finish a run not started by bert-dp's launcher, in a child process of rank 0.
 
 Rank 0 runs `python -m launcher.run.follow RUN RANKS LOCAL_RANKS`, and closes the child's input on exit."""
 
@@ -39,7 +39,7 @@ def main(run_dir: Path, ranks: int, here: int) -> None:
             display.poll()
         display.poll()
     unknown = Failure(kind="no_cause", message="rank 0 exited without a summary")
-    gone = failure.RankExit(0, None, time.monotonic_ns())  # its exit code is readable only by its parent
+    gone = failure.RankExit(0, None, time.monotonic_ns())  # only its parent can read its exit code
     logs = run_dir / "logs"
     cause = failure.first_cause(logs, "", (gone,), failure.recorded_errors(logs)) or unknown
     cause = failure.explain(cause, run_dir, ranks, memory.facts(), here)

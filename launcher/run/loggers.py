@@ -76,7 +76,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input, await their exit, and kill late ones. A stop signal ends the wait."""
+        """Close the children's input; kill those still running after the limit or after a stop signal."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
@@ -101,7 +101,7 @@ class Loggers:
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
-    """Send all records of a run to services, as a new run in each. Return the exit code of Loggers."""
+    """Send all records of a run to services, as a new run in each. Return `Loggers.exit_code`."""
     with Loggers(run_dir.resolve(), names, log, wait=True) as loggers:
         pass
     return loggers.exit_code
@@ -154,7 +154,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
             writer.write(step, values)
     last = max(reader.sent for reader in readers)
     writer.finish(last, *summary_facts(run_dir))
-    with (run_dir / LOG).open("a") as file:  # raises if the disk is full or lost, which some services ignore
+    with (run_dir / LOG).open("a") as file:  # raises if the disk is full or lost; some services ignore this
         file.write(f"{service}: sent up to step {last}\n")
 
 
@@ -183,8 +183,8 @@ class StepReader:
 
 
 def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
-    """Return the values of summary.json with the paths of page and checkpoint, and the exit code. Without a
-    summary, return ({}, 1)."""
+    """Return (values of summary.json and the paths of page and checkpoint, exit code). Without a summary,
+    return ({}, 1)."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is None:
         return {}, 1
@@ -196,7 +196,7 @@ def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
 
 
 class Writer(NamedTuple):
-    """Functions that write a new run of a service. They may raise any exception."""
+    """Functions that write a run to a service. They may raise any exception."""
 
     where: str  # path or address of the run
     write: Callable[[int, Mapping[str, float]], object]  # send the numbers of a step; steps never decrease

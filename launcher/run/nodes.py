@@ -1,5 +1,5 @@
-"""Determine the node of this launcher in a multi-node run, from options or from the variables of Slurm,
-Kubeflow's trainer or SkyPilot."""
+"""Find out which node of a multi-node run this launcher is on, from options or from the environment variables
+of Slurm, Kubeflow's trainer or SkyPilot."""
 
 import ipaddress
 import os
@@ -112,11 +112,11 @@ def first_host(names: str) -> str:
 
 
 def _number(option: str, given: int | None, text: str | None) -> int | None:
-    """Return the value of the option, else of the variable `text`. Raise ConfigError if `text` is invalid."""
+    """Return `given` (option), else the number `text` (variable). Raise ConfigError if `text` is invalid."""
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
-        hint = "pass the number with the option; ranges are not supported"
+        hint = f"pass a number with {option}; ranges are not supported"
         raise refusal(option, "wrong_type", f"{text} is not a whole number", hint, text)
     return int(text)
 

@@ -32,10 +32,10 @@ from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import hangs
 from launcher.watch.failure import RanksEnded, first_line
 
-BEAT_S = 1.0  # interval between beats
+BEAT_S = 1.0  # interval between `beat` messages
 ARRIVE_S = 120.0  # limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
-REFUSE_S = 10.0  # limit for late launchers to connect and learn why node 0 was refused
+REFUSE_S = 10.0  # limit for late launchers to connect, so that they learn why node 0 refused the run
 SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
 ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26  # limit of a message
@@ -47,18 +47,18 @@ Message = dict[str, Any]
 class Order(NamedTuple):
     """Instructions for a node's ranks, derived from the state of the other nodes."""
 
-    failed: bool  # a rank on another node failed, so this node's ranks may save and must exit
+    failed: bool  # a rank on another node failed, so this node's ranks may still save, then must exit
     over: bool  # this node's ranks must be killed now
     signal: int = 0  # stop signal received on another node; 0 = none
 
 
 class Link:
-    """Connection between two launchers. One thread reads; another sends `status` in a beat every second."""
+    """Connection between two launchers. A thread reads; another sends `status` in a `beat` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: after this silence, the other launcher counts as lost; at least SUSPENDED_S."""
+        """`limit_s`: silence after which the other launcher counts as lost; at least SUSPENDED_S."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # limits a send while the link is cut and the buffer is full; the kernel accepts at most 2**31 - 1
+        # time limit of a send if the link is cut and the buffer is full; the kernel accepts at most 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
@@ -98,7 +98,7 @@ class Link:
         return message
 
     def silent_s(self) -> float:
-        """Return the seconds between the last message and now, or the time when the link closed."""
+        """Return the seconds from the last message until now, or until the link closed."""
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
@@ -108,7 +108,7 @@ class Link:
         return f"{name} is lost: its launcher has exited" if self.closed_s else None
 
     def close(self) -> None:
-        """Close the link once the other launcher has closed it, because a reset would discard unread data."""
+        """Close the link after the other launcher has (or after 2 s): a reset would discard unread data."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._reading.join(2.0)
@@ -257,7 +257,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until `is_done()`, a node is lost or refused, or `seconds` have passed. Return `is_done()`."""
+        """Wait until `is_done()` is true, a node is lost or refused or `seconds` pass. Return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -303,7 +303,7 @@ class Coordinator:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def lost(self) -> str | None:
-        """Describe a node whose launcher exited or is silent for hang_after_s; None if there is none."""
+        """Describe a node whose launcher has exited or been silent for hang_after_s, or return None."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
@@ -312,7 +312,7 @@ class Coordinator:
             link.send(kind, **facts)
 
     def _all(self, kind: str, attempt: int | None = None) -> dict[int, Message]:
-        """Return each node's newest message of this kind; `attempt`: only messages of this attempt."""
+        """Return each node's newest message of this kind. With `attempt`, omit messages of other attempts."""
         with self._changed:
             newest = {k: self._newest[k, kind] for k in self._members if (k, kind) in self._newest}
         return {k: message for k, message in newest.items() if attempt in (None, message.get("attempt"))}
@@ -333,7 +333,7 @@ class Coordinator:
         self._members[rank].send(kind, **facts)
 
     def clock_offset(self, rank: int) -> tuple[float, float]:
-        """Return (offset from node 0's clock, error) in seconds. Raise ConfigError if the node is lost."""
+        """Return (node's clock minus node 0's, error) in seconds. Raise ConfigError if the node is lost."""
         began_s, began_ns = time.time(), time.monotonic_ns()
         self.ask(rank, "clock")
         if not self._wait(lambda: rank in self._all("clock"), None):
@@ -343,7 +343,7 @@ class Coordinator:
         return message["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Start the members' ranks; return the RankStart of node 0's. `config`: text of config.yaml."""
+        """Start the members' ranks; return the RankStart of node 0. `config`: text of config.yaml."""
         self._attempt, self._sent_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]
@@ -395,8 +395,8 @@ class Coordinator:
         }
 
     def collect(self, own: RanksEnded) -> dict[int, RanksEnded]:
-        """Return how each node's ranks ended, with times of node 0's clock. Kill the ranks of a failed run
-        first. Omit lost nodes. `own`: result of node 0's ranks."""
+        """Return how each node's ranks ended, with times on node 0's clock. If the run failed, first
+        kill the members' ranks. Omit lost nodes. `own`: result of node 0's ranks."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
@@ -413,8 +413,8 @@ class Coordinator:
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Return the cause with its node's name, and the node's number. Without a definite cause, the cause
-        is a lost node, else `unknown` on node `failed_first` if that is not 0."""
+        """Return (cause with its node's name, number of the node). If `cause` is None or not definite,
+        blame a lost node, else node `failed_first` (if that is not 0) with the failure `unknown`."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -444,7 +444,7 @@ class Coordinator:
 
 @contextlib.contextmanager
 def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Iterator[Coordinator]:
-    """Provide a Coordinator for the block, and send a ConfigError from the block to all members."""
+    """Provide a Coordinator for the block, and send a ConfigError raised in the block to all members."""
     coordinator = Coordinator(place, run_dir, log, limit_s)
     try:
         yield coordinator
@@ -510,7 +510,7 @@ class Member:
             self.link.send("evidence", ranks=hangs.evidence(self._run_dir, workers, seen))
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
-        """Report a failure, a signal or an exit on this node to node 0, and return node 0's instructions."""
+        """Report a failure, a stop signal or a rank's exit to node 0, and return node 0's instructions."""
         before, now = self.link.status, {"failed": failed, "signal": signal, "left": left}
         self.link.status = {**before, **now}
         if not now.items() <= before.items():

@@ -30,7 +30,7 @@ from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2  # interval between checks of the ranks
-KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit, and to finish a save (torchrun: 30)
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit and to save (torchrun's default: 30)
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval between checks
 ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
 
@@ -160,7 +160,7 @@ def run_ranks(
                 store = node.store if node else None
                 process = subprocess.Popen(
                     start_command(start, scratch, worker),
-                    env=start_environment(start, run_dir, scratch),  # counts cores inside `confined`
+                    env=start_environment(start, run_dir, scratch),  # counts the cores of `confined`
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
@@ -200,7 +200,7 @@ def _follow(
     watch: Watch | Member | None,
     peers: Coordinator | Member | None,
 ) -> None:
-    """Monitor the ranks until their launcher exits, a second stop signal arrives, or the deadline passes.
+    """Monitor the ranks until their launcher exits, a second stop signal arrives, or a time limit passes.
 
     A batch system may signal every process of a job. deepspeed's runner then exits at once, but its workers
     still get the time to save a checkpoint.
@@ -231,7 +231,7 @@ def _follow(
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        if failed and not last_s:  # also while stopping, because a signal kills a rank without a handler
+        if failed and not last_s:  # also while stopping: the signal kills a rank that has no handler yet
             failed_s = time.monotonic()
             deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
             last_s = failed_s + SAVE_AFTER_FAILURE_S
@@ -314,8 +314,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Workers among the descendants of `launcher`, with their memory and exits. A pidfd reports each exit
-    at once, because the exit code can be read only until the parent has reaped the zombie."""
+    """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once,
+    which is necessary because the exit code can be read only until the parent has reaped the zombie."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size

@@ -1,7 +1,7 @@
 """Implement a torchrun rendezvous that does not listen on all interfaces (handler `bert-dp-file`).
 
 torchrun's own backends (c10d, static, etcd) open a TCPStore that listens on all interfaces, even with
---standalone. On one node, the only agent needs just a store for its keys, so a FileStore is enough. On
+--standalone. On one node, there is only one agent, so a FileStore is enough to hold its keys. On
 several nodes, node 0's agent serves a TCPStore on a socket that the launcher has bound to one address. Only
 torchrun's process imports this module; the launcher does not.
 """
@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents; their launchers are already connected
+ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents to connect; their launchers already have
 
 
 def handler_factory() -> Callable[[Any], Any]:

@@ -103,7 +103,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Return the largest number of ranks that divides the batch, without a killed rank or lost GPUs."""
+    """Return the largest number of ranks that divides the batch, not counting a killed rank or lost GPUs."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

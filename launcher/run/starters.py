@@ -21,7 +21,7 @@ from launcher.run.nodes import Place
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # see rendezvous.py; torchrun's own backends listen on all interfaces
-# variables of an outer launcher: torchrun's defaults (PET_*), and variables that not every launcher resets
+# removed variables of an outer launcher: torchrun's defaults (PET_*), and those that some launchers keep
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
@@ -96,9 +96,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU starts N ranks on CPUs too (--cpu starts only one); set in a file, it accepts a single rank.
-    The port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces;
-    no process listens on port 1.
+    MULTI_GPU starts N ranks on CPUs too (--cpu starts only one). Set in a file, it also accepts N = 1. The
+    port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces, so
+    it is port 1, on which no process listens.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to continue"
 ALLOWED_FILES = (".*", "slurm-*.out", "lost+found")  # files that the directory of a new run may contain
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
-MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; larger ratios exceed the error of the estimate
+MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; the estimate's error cannot explain more
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
@@ -132,7 +132,7 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
 
 
 def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -> int:
-    """Run this node's ranks for node 0; return the run's exit code. Raise ConfigError if it is refused."""
+    """Run this node's ranks for node 0; return the run's exit code. Raise ConfigError if it cannot start."""
     count, issues = 0, tuple[Issue, ...]()
     try:
         count = job.choose_ranks(nproc)
@@ -226,7 +226,7 @@ def run_locked(
         config = with_budget(config, manifest.num_samples)
         if isinstance(manifest, Manifest):
             config = manifest.with_build(config)
-        if job.config.data.path is None:  # otherwise these lines were printed before
+        if job.config.data.path is None:  # otherwise, `train` has printed the warnings
             log(f"data: {describe_data(config, manifest)}")
             warn(console, data_warnings(config, manifest))
         if nodes is not None:
@@ -470,8 +470,8 @@ def check_memory(
     kept: str | None = None,
     here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of one of `world_size` ranks and find its limit. `kept`: precision of the
-    checkpoint to resume from. `here`: number of ranks that share this machine; None = all."""
+    """Estimate the memory of one of `world_size` ranks, and find how much is available to it. `kept`:
+    precision of the checkpoint to resume from. `here`: number of ranks on this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
     # the model size of a custom task is unknown

@@ -129,12 +129,12 @@ class Stopped(Exception):
 
 
 class TrialsFailed(Exception):
-    """The trials have no result; the message is the reason."""
+    """The trials have no result; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of all trials of a verb."""
+    """Outcome of all trials of a command."""
 
     status: MeasureStatus
     reason: str | None = None
@@ -142,7 +142,7 @@ class SearchOutcome:
 
 
 def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
-    """Call `run`, which runs the trials of a verb, and return the outcome. `out`: output directory."""
+    """Call `run`, which runs the trials of a command, and return the outcome. `out`: output directory."""
     try:
         run()
     except Stopped as stop:
@@ -196,8 +196,8 @@ class TrialOutcome:
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
-    """Return one precision for all trials and engines of a verb. On GPUs, it may remain auto, because only a
-    rank can query the GPU's generation. Raise ConfigError if the model needs another precision."""
+    """Return one precision for all trials and engines of a command. On GPUs, it may remain auto, because only
+    a rank can query the GPU's generation. Raise ConfigError if the model needs another precision."""
     precision: str = config.precision
     if not on_gpu:
         precision = decide_precision(precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
@@ -272,7 +272,7 @@ def _outcome(trial: Trial) -> TrialOutcome | None:
 
 
 class Progress:
-    """Progress of a verb's trials: the number of finished trials, and the time left at this call's pace."""
+    """Progress of a command's trials: the number of finished ones, and the time left at this call's pace."""
 
     def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
         """`expected`: relative duration of every planned trial, in any unit."""
@@ -453,7 +453,7 @@ class Runner:
 def main(arguments: Sequence[str]) -> int:
     """Train with DIR/config.yaml on RANKS ranks, and return the exit code of `processes.run`."""
     directory, ranks, options, *limit = arguments
-    for size in map(int, limit):  # an allocation fails before the kernel kills a process
+    for size in map(int, limit):  # so that an allocation fails before the kernel kills a process
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     config = load_config(Path(directory) / "config.yaml")
     start = RankStart(int(ranks), ["--resume", "never"], **json.loads(options))

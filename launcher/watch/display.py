@@ -109,7 +109,7 @@ class Display:
             return
         line = self._lines[-1] if self._lines else {}
         done, left = number(line.get("progress")), self._left_s
-        if left and done is not None:  # extrapolate both from the newest line
+        if left and done is not None:  # extrapolate progress and time left from the newest line
             now_left = max(0.0, left - (now - self._line_s))
             done, left = 1 - (1 - done) * now_left / left, now_left
         if not activity.startswith("training"):
@@ -122,7 +122,7 @@ class Display:
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
     def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
-        """Describe rank 0's activity. After a second, add its progress or duration."""
+        """Describe rank 0's activity; once it has lasted 1 s, add its progress or duration."""
         phase, pieces = (files.PHASES[beat.phase], beat.done) if beat else ("", 0)
         activity = ACTIVITIES.get(phase, f"training step {format_count(beat.step)}" if beat else "starting")
         if beat is None and self._lines:  # rank 0 runs on another node

@@ -104,8 +104,8 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the first failure of a rank, bad input before other errors; add its log, its consequences and the
-    ranks with the same error. None if no rank failed."""
+    """Find the first failure of a rank; bad input precedes other errors. Add its log, its consequences and
+    the ranks with the same error. None if no rank failed."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
     # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
@@ -182,9 +182,9 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add to a failure that the run directory is not writable, as its cause if no other cause is known."""
+    """Note in a failure that the run directory is not writable, which becomes the cause if none is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
-    fix = "free space on that disk; the same command then resumes from the newest checkpoint"
+    fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
         return failure.model_copy(update={"fix": [*failure.fix, fix]})
     if failure.kind != "no_cause":
@@ -368,7 +368,7 @@ class MemoryWatch:
                 self._peaks_gib[f"rank {rank}"] = max(self._peaks_gib.get(f"rank {rank}", 0.0), used)
 
     def facts(self) -> RunMemory:
-        """Return the peaks so far and the number of out-of-memory kills since this object was created."""
+        """Return the memory peaks and the number of out-of-memory kills since this object was created."""
         before, after = self._kills_before, oom_kills(self._root)
         return RunMemory(
             peaks_gib={name: round(peak, 3) for name, peak in self._peaks_gib.items()},

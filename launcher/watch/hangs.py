@@ -1,6 +1,5 @@
 """Detect hangs from the ranks' heartbeats, find the ranks that block the others, and end a run that stays
-hung. The evidence against a rank is its process state, its stack and its recent collectives.
-"""
+hung. The evidence against a rank is its process state, its stack and its recent collectives."""
 
 import collections
 import contextlib
@@ -30,7 +29,7 @@ PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without pr
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Heartbeat()  # heartbeat of a rank that has not started
-UNHEARD_S = 3.0  # heartbeats come about once a second, later on a busy machine
+UNHEARD_S = 3.0  # tolerated gap between heartbeats, which come about once a second, later on a busy machine
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 # (file, function) -> (certainty, operation); 2: the function only waits, 1: it may also be computing
@@ -48,7 +47,7 @@ COMPILES = (
     "torch/_inductor/cpp_builder.py",
 )
 BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose sizes may differ between ranks
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # their sizes may differ between ranks
 
 Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
@@ -122,7 +121,7 @@ class Watch:
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
     rank, are silent for max(hang_after_s, 3 median steps). The limit is at least PATIENT_S while a rank's
-    stack shows compilation and, for all ranks, in the PATIENT phases and before the first completed step.
+    stack shows compilation and, if all ranks are silent, while one is in a PATIENT phase or no step is done.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
@@ -171,7 +170,7 @@ class Watch:
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
             self._completed, self._completed_s = step, clock
-        elif step - 1 > self._completed:  # mean since the poll of the previous completed step
+        elif step - 1 > self._completed:  # mean step time since the poll that saw the previous step end
             self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
             self._completed, self._completed_s = step - 1, clock
 
@@ -258,7 +257,7 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Collect stacks and collectives of this node's ranks, empty for a rank without response in ANSWER_S."""
+    """Collect stacks and collectives of this node's ranks; empty if a rank takes longer than ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would kill a starting rank
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -399,13 +398,13 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagn
             fewest, most = min(kinds.values(), key=len), max(map(len, kinds.values()))
             odd = fewest if len(fewest) < most else sorted(rank for who in kinds.values() for rank in who)
             each = ", ".join(f"{_list(who, 'call')} {name}" for name, who in kinds.items())
-            reason = f"mismatched collectives, number {number} of their group: {each}"
+            reason = f"mismatched collectives (number {number} in their group): {each}"
             return HangDiagnosis(tuple(odd), reason)
     return None
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """Format operation and sizes of a collective, which must be equal on all ranks."""
+    """Format what all ranks must have in common: a collective's operation and, unless UNEVEN, its sizes."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"
@@ -428,7 +427,7 @@ def headline(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, *, nam
 
 
 def report(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis) -> list[str]:
-    """Describe the hang as lines: headline, ranks that block the others with stacks, every other rank."""
+    """Describe the hang as lines: headline, blocking ranks with their stacks, then every other rank."""
     lines, others = [headline(snapshots, diagnosis)], []
     for s in snapshots:
         if s.rank in diagnosis.ranks:

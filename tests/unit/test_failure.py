@@ -248,7 +248,7 @@ def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str
     assert failure.headline() == (refused if kind == "no_cause" else before.headline())
     assert before.headline() in causes
     assert "No space left on device" in " ".join(causes)
-    assert any("free space" in fix for fix in failure.fix) == (kind != "error")
+    assert any("make space" in fix for fix in failure.fix) == (kind != "error")
 
 
 def test_a_real_time_signal_has_no_name() -> None:
