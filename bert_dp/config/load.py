@@ -2,7 +2,7 @@
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
 override `optim.lr=2e-3`, the run uses 2e-3. Two groups are exclusive (the budgets of `schedule`; `data.path`
-and `data.sources`): a setting replaces its group at lower levels, and two at one level are an error.
+and `data.sources`): a setting replaces its group at lower levels; two of a group at one level are an error.
 """
 
 import difflib
@@ -92,7 +92,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Read the settings of a file and of its bases, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
-        message, hint = "base: leads back to this file", "remove base from one of the files"
+        message, hint = "base leads back to this file", "remove base from one of the files"
         raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
     level = _undotted(read_yaml(file), file)
     base = level.pop("base", None)
@@ -180,7 +180,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted `key`, created if missing, and the key in it. Raises ValueError."""
+    """Return a dotted `key`'s section, created if missing, and the key's last part. Raises ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > 16:  # no setting has more than three
         raise ValueError(f"no setting has {len(parents) + 1} parts")
