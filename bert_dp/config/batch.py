@@ -38,7 +38,7 @@ class BatchLayout(BaseModel):
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
     """Compute the gradient accumulation that gives the configured global batch on `world_size` ranks. Raises
-    ConfigError if settings conflict or the global batch cannot be divided so; hints name near sizes."""
+    ConfigError if settings conflict or no whole number gives it; hints name the nearest sizes."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None

@@ -92,7 +92,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Read the settings of a file and of its bases, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
-        message, hint = "base leads back to this file", "remove base from one of the files"
+        message, hint = "base: leads back to this file", "remove base from one of the files"
         raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
     level = _undotted(read_yaml(file), file)
     base = level.pop("base", None)
