@@ -1,5 +1,5 @@
-"""Run the command-line verbs from Python: each function of this API starts `python -P -m launcher` as a child
-process and returns the results of the verb.
+"""Run bert-dp's commands from Python: each function of this API starts `python -P -m launcher` as a child
+process and returns the results of the command.
 
 This module does not import `launcher`, so that a user's own launcher.py is neither executed nor shadowed. The
 caller's signal handlers, umask, threads and standard streams stay unchanged.
@@ -41,7 +41,7 @@ NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 @dataclasses.dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """Snapshot of the contents of a run directory. Functions that accept a path also accept a Run."""
+    """Snapshot of a run directory. Functions that accept a path also accept a Run."""
 
     directory: Path
     config: Config | None = dataclasses.field(repr=False)
@@ -114,7 +114,7 @@ def train(
     sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a checkpoint;
     a second interrupt stops them immediately. If this process is killed, the run stops.
 
-    Raises ConfigError with every issue if the input is bad, TrainingFailed, and KeyboardInterrupt.
+    Raises ConfigError with every issue if the input is bad, TrainingFailed or KeyboardInterrupt.
     """
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
     options = {"nproc": nproc, "launcher": launcher, "run_dir": directory, "resume": os.fspath(resume)}
@@ -198,15 +198,15 @@ def build_data(
     sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
 ) -> Result:
     """Build token shards from the texts in `sources`, and write them to the directory `out`; `results`
-    contains the manifest. `settings`: data.build settings by full name. `options`: options of `bert-dp data
-    build`. Raises ConfigError and RuntimeError."""
+    contains the manifest. `settings`: data.build settings with full names. `options`: those of `bert-dp
+    data build`. Raises ConfigError and RuntimeError."""
     _run_verb(_arguments("data build", _path_list(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 
 
 def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
-    """Return a flat record for each run in a directory, newest run first, with the run's settings by name;
-    `pandas.DataFrame` accepts the list. Raises ConfigError."""
+    """Return a flat record for each run in a directory, newest run first; its keys include the names of all
+    settings. `pandas.DataFrame` accepts the list. Raises ConfigError."""
     rows: list[dict[str, Any]] = json.loads(_run_verb(_arguments("runs", [directory], json=True), True))
     return rows
 
@@ -268,7 +268,7 @@ def _path_list(paths: Paths) -> list[str]:
 
 
 def _arguments(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
-    """Return the arguments of a verb. None and False omit an option; True adds it without a value."""
+    """Return the arguments of a command. None and False omit an option; True adds it without a value."""
     arguments = verb.split()
     for name, value in {**options, "set": [*overrides(settings or {})]}.items():
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -278,7 +278,7 @@ def _arguments(verb: str, names: Sequence[PathLike], settings: Settings = None, 
 
 
 def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
-    """Run a training verb, and return its run in `directory`. Raises the same exceptions as `train`."""
+    """Run a command that trains, and return its run in `directory`. Raises the same exceptions as `train`."""
     before = _summary(directory)
     ended = _follow(arguments, quiet=quiet, poll=on_log and _follower(directory, on_log))
     if ended.interrupted and ended.code != 1:
@@ -292,7 +292,7 @@ def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | N
 
 
 def _run_verb(arguments: list[str], quiet: bool) -> str:
-    """Return the output of any other verb. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
+    """Return the output of a non-training command. Raises ConfigError, RuntimeError, KeyboardInterrupt."""
     ended = _follow(arguments, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
@@ -319,7 +319,7 @@ def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
 
 
 def _printed_failure(ended: _Outcome) -> Failure:
-    """Describe the failure of a verb by its exit code and its last messages."""
+    """Describe the failure of a command by its exit code and its last messages."""
     if ended.code < 0:
         return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
     if ended.code > 128:
@@ -337,7 +337,7 @@ class _Outcome(NamedTuple):
 
 
 def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Outcome:
-    """Run a verb, print its messages and return its output. Raises ConfigError if the exit code is 2."""
+    """Run a command, print its messages and return its output. Raises ConfigError for exit code 2."""
     printed: list[str] = []
     interrupted = False
     has_output = arguments[0] not in ("train", "finetune")
@@ -385,6 +385,6 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to the verb and all processes in its session, as a terminal does."""
+    """Send a signal to the command and all processes in its session, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -11,7 +11,7 @@ from bert_dp.config.engines import optimizer_facts
 GIB = 2**30
 
 # Peak FLOP/s of dense matrix products, by part of the device name and by precision, from the vendors' data
-# sheets. The first match applies, so longer names come first. Devices that are not listed have no MFU.
+# sheets. The first match applies, so longer names come first. MFU is null for unlisted devices.
 PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
     ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}),
@@ -81,7 +81,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of dense matrix products on a device, or None if it is unknown (no MFU)."""
+    """Return a device's peak FLOP/s for dense matrix products, or None if unknown; MFU is then null."""
     if "MIG" in device_name:  # a slice of a GPU has a lower peak
         return None
     for name, peaks in PEAK_FLOPS:
@@ -93,7 +93,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
     """Estimate the peak memory of one of `world_size` ranks in GiB, by part, without torch.compile.
 
-    Weights, gradients and optimizer state are counted as in arXiv 1910.02054, divided by the engine's shards.
+    Weights, gradients and optimizer state are as in arXiv 1910.02054, divided by the number of shards.
     fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
     whole gradients between micro batches. The estimate does not depend on the device; see `rank_memory_gib`.
     """
@@ -131,7 +131,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
 # constants of CPU ranks, from the peak resident set of short runs of quickstart and small-text (micro batch
 # sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # heap fragmentation (glibc) and scratch memory of kernels / memory of one micro batch
+HEAP_SHARE = 0.5  # (heap fragmentation (glibc) + scratch memory of kernels) / memory of one micro batch
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:

@@ -28,7 +28,7 @@ class BatchLayout(BaseModel):
 
     @property
     def samples_per_micro_step(self) -> int:
-        """Return the sequences per forward/backward pass over all replicas."""
+        """Return the number of sequences per forward/backward pass over all replicas."""
         return self.micro_size * self.dp
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class BatchLayout(BaseModel):
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
     """Compute the gradient accumulation that gives the configured global batch on `world_size` ranks. Raises
-    ConfigError if settings conflict or the global batch is not divisible; hints name the nearest sizes."""
+    ConfigError if settings conflict or no whole number gives it; hints name the nearest sizes."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -71,7 +71,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return the consumed share of the budget, f in [0, 1]. with_budget must first convert epochs.
+    """Return the share of the budget that is spent, f in [0, 1]. with_budget must have converted any epochs.
     `spent`: seconds if the budget is in hours; share of the budget if it is in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
@@ -84,8 +84,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Return the configuration with a budget in epochs, each of `num_samples` samples, converted to tokens
-    or, in finetuning, to whole steps, because examples differ in length."""
+    """Return the configuration with a budget in epochs (of `num_samples` samples each) converted to tokens
+    or, for finetuning, to whole steps, because examples differ in length."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config

@@ -16,7 +16,7 @@ from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import Config, FinetuneConfig, ModelConfig, OnlyWith, divisors, nearest_divisors
 
 Kind = Literal["mlm", "classifier", "encoder"]
-"""Exported model: with the masked-token head, with the classification head, or without a head."""
+"""Kind of exported model: with the masked-token head, the classification head, or without a head."""
 BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags as in /proc/cpuinfo
 
 
@@ -87,7 +87,7 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
     """Find sets of ranks that are spread over several nodes; return at most one issue per setting. `nodes`:
-    node name of each rank, of which messages show the part before a slash. `sets`: see rank_sets."""
+    node name of each rank; messages show only the part before a slash. `sets`: see rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -145,7 +145,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     except ConfigError as error:
         yield from error.issues
     for path, reason, hint in (
-        ("batch.ramp_fraction", "batches are sorted by length inside one global batch", "use 0"),
+        ("batch.ramp_fraction", "examples are sorted by length in global batches of constant size", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
@@ -228,7 +228,7 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that differ from the configuration `old` of the weights and make them unusable. Equal
+    """Find settings that differ from `old`, the weights' configuration, and make the weights unusable. Equal
     shapes do not suffice: with another number of heads, for example, weights load but are wrong."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
@@ -341,7 +341,7 @@ def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
     """Return `setting`; if it is auto, the checkpoint's precision `kept`, else bf16 if all devices have bf16
-    matrix products (`has_bf16`) and all engines support bf16, else fp16 on a GPU and fp32 on a CPU."""
+    matrix products (`has_bf16`) and all `engines` support bf16, else fp16 on a GPU and fp32 on a CPU."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -372,7 +372,7 @@ def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePlan:
-    """Steps (`first` to `last`, from 1 as in metrics.jsonl) and ranks to record with torch.profiler."""
+    """Steps (`first` to `last`, numbered as in metrics.jsonl) and ranks to record with torch.profiler."""
 
     first: int
     last: int
@@ -398,8 +398,8 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
-    """Find profiled steps and ranks that a run does not have. `steps`: all steps of the run; None = unknown.
-    `done`: steps before this start."""
+    """Find profiled steps and ranks that a run does not have. `steps`: last step of the run; None = unknown.
+    `done`: last step before this start."""
     issues = []
     if steps is not None and plan.last > steps:
         message, hint = f"step {plan.last} is after the last step ({steps})", f"use END <= {steps + 1}"

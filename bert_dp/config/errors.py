@@ -1,5 +1,5 @@
-"""Define Issue (a problem with a setting, option, file or package) and ConfigError, and read untrusted files:
-only regular files of limited size, with one line per problem."""
+"""Define Issue (a problem with a setting, option, file or package) and ConfigError, and read untrusted files,
+which must be regular and of limited size; each of their problems becomes one line."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-MAX_JSON_BYTES = 2**28  # limit of a JSON file; the manifest of 4 GB of shards has 20 KB
+MAX_JSON_BYTES = 2**28  # maximum size of a JSON file; the manifest of 4 GB of shards has 20 KB
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -55,7 +55,7 @@ class Issue:
         return f"{line}; {self.hint}" if self.hint else line
 
     def within(self, outer: str) -> Self:
-        """Return the issue for `outer`, the setting or file that contains the issue's setting."""
+        """Return the issue as a problem of `outer`, the setting or file that contains the issue's setting."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
 
@@ -90,8 +90,8 @@ def require(module: str, extra: str, what: str) -> Any:
 
 
 def install_command(extra: str) -> str:
-    """Return a command such as `pip install 'rensa>=0.5'` for the requirements of an extra in pyproject.toml,
-    or for the name of the extra if bert-dp itself is not installed."""
+    """Return a command such as `pip install 'rensa>=0.5'` that installs the requirements of an extra in
+    pyproject.toml or, if bert-dp itself is not installed, the package with the name of the extra."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []

@@ -133,7 +133,7 @@ def read_hf(directory: Path) -> HfEncoder:
 
 
 def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the sizes and the `optional` fields of config.json by `model` setting."""
+    """Return {setting: value} for the sizes and the `optional` fields of config.json."""
     sizes = {setting: settings[field] for setting, field in SIZES.items()}
     return sizes | {name: settings.get(field, default) for name, (field, default) in optional.items()}
 
@@ -239,7 +239,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer in export.json, or None. The exported file may differ."""
+    """Return the run's tokenizer hash from export.json, or None. The exported tokenizer may have another."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -2,7 +2,7 @@
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
 override `optim.lr=2e-3`, the run uses 2e-3. Two groups are exclusive (the budgets of `schedule`; `data.path`
-and `data.sources`): a setting replaces its group at lower levels, and two at one level are an error.
+and `data.sources`): a setting replaces its group at lower levels; two of a group at one level are an error.
 """
 
 import difflib
@@ -180,7 +180,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted `key`, created if missing, and the key in it. Raises ValueError."""
+    """Return a dotted `key`'s section, created if missing, and the key's last part. Raises ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > 16:  # no setting has more than three
         raise ValueError(f"no setting has {len(parents) + 1} parts")

@@ -17,12 +17,12 @@ TOKEN_BYTES = 2
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
-WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of lost letters or unknown tokens in a source
+WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # shares of lost letters or unknown tokens in a source
 ANY_LANGUAGE = (
     "for text in any language, set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
     "data.build.max_tokens_per_char=0"
 )
-MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
+MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens per example
 MAX_LABELS = 1000
 TRAIN = "train"
 
@@ -67,7 +67,7 @@ class SourceFile(StoredModel):
     letters: Count
     """Characters of Unicode category L in all documents, including dropped ones."""
     lost_letters: Count
-    """Letters whose normal form contains no letter or that are in unknown tokens."""
+    """Letters that the normalizer drops or that are part of an unknown token."""
     tokens: Count
     unknown_tokens: Count
 
@@ -215,7 +215,7 @@ def beyond(token: int, vocab_size: int) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """Read manifest.json. Check its format, version, hash and content, the tokenizer's hash, and the size of
-    every shard, but not its tokens. Raises ConfigError with the file and the expected and actual values."""
+    every shard, but not the tokens. Raises ConfigError with the file and the expected and actual values."""
     manifest = read_hashed(directory, Manifest)
     issues = []
     expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
@@ -261,7 +261,7 @@ def format_of(model: type[HashedFile]) -> list[Any]:
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with the format and version of the model, and with the hash."""
+    """Return `content` with the format and version of the model's files, and with its hash."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -292,17 +292,17 @@ class ExampleSplit(StoredModel):
     in_train: Count | None
     """Examples whose texts also occur in train, ignoring case and white space; null for train itself."""
     baseline: dict[Metric, float | None] | None
-    """Scores of a constant prediction: the most frequent label, or the mean score, in train. null for train
-    itself and for splits without labels; a score is null if the metric is undefined for a constant."""
+    """Metrics of always predicting train's most frequent label or mean score. null for train itself and for
+    splits without labels; a metric is null if it is undefined for a constant."""
     left_out: Count
     """Invalid rows of the file, which were skipped."""
     letters: Count
     lost_letters: Count
-    """Letters that the tokenizer drops or that are in unknown tokens."""
+    """Letters that the normalizer drops or that are part of an unknown token."""
     without_tokens: Count
     """Examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Augmented copies of other examples, at the end of the split, with the labels of those examples."""
+    """Augmented copies of other examples, whose labels they have; they are at the end of the split."""
 
 
 class SpecialTokens(StoredModel):
@@ -321,7 +321,7 @@ class ExamplesManifest(HashedFile):
     format: Literal["bert-dp-examples"]
     version: Literal[4]
     task: str = Field(min_length=1, max_length=64)
-    """Name of a GLUE task, such as "RTE", or "own"."""
+    """Name of a GLUE task, such as "RTE"; "own" for other data."""
     kind: LabelKind
     labels: list[str] = Field(max_length=MAX_LABELS)
     """Names in the order of the model's outputs; empty for regression."""
@@ -406,5 +406,5 @@ def read_examples(directory: Path) -> ExamplesManifest:
 
 
 def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
-    """Read the manifest for the objective's kind of data. Raises ConfigError."""
+    """Read the manifest of the kind of data that the objective needs. Raises ConfigError."""
     return read_examples(directory) if config.has_examples else read_manifest(directory)

@@ -47,7 +47,7 @@ def split_code(text: str) -> tuple[Path, str]:
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of each code file, by setting. Raises OSError."""
+    """Return {setting: SHA-256 of its code file}. Raises OSError."""
     return {setting: sha256(split_code(text)[0]) for setting, text in code_of(config).items()}
 
 
@@ -57,7 +57,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
         Issue(
             setting,
             "conflict",
-            f"code has SHA-256 {saved[setting][:16]} in the run and {digest[:16]} now",
+            f"code had SHA-256 {saved[setting][:16]} in the run and has {digest[:16]} now",
             digest,
         )
         for setting, digest in code_hashes(config).items()

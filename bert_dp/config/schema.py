@@ -70,7 +70,7 @@ def _as_tuple(value: object) -> object:
 
 
 OneOrMore = BeforeValidator(_as_tuple)
-"""Validator that accepts a single value without brackets."""
+"""Validator that accepts a list, or a single value without brackets."""
 
 
 def parse_duration(text: str) -> float:
@@ -87,7 +87,7 @@ def duration(unit_s: float) -> BeforeValidator:
 
 
 def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
-    """Return a validator that accepts the current keys of `table`, `other` and, with `code`, custom code."""
+    """Return a validator that accepts `other`, the current keys of `table` and, with `code`, custom code."""
 
     def check(text: str) -> str:
         if text in (*other, *table) or (code and CODE.fullmatch(text)):
@@ -148,7 +148,7 @@ class RunConfig(Section):
     fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress until a hang is reported, with the stack of the rank that the others wait for.
-    The minimum is three median step times, and 300 s in set-up, compilation and saving."""
+    The minimum is three median step times, or 300 s during set-up, compilation and saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
@@ -190,7 +190,7 @@ class BuildConfig(Section):
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
     """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out, so
-    blank_line keeps the lines around a held-out line out of the training set."""
+    with blank_line a held-out line's neighbours are not trained on."""
 
 
 class DataConfig(Section):
@@ -251,7 +251,7 @@ class ModelConfig(Section):
     head: Literal["none", "dense"] = "none"
     """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
     decoder_bias: bool = False
-    """Add a bias for each token in the tied decoder."""
+    """Add a bias per token to the tied decoder."""
     bias: bool = False
     """Add biases to the linear layers, except for keys: the gradient of a key bias is exactly zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
@@ -374,7 +374,7 @@ class ScheduleConfig(Section):
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
     hours: Annotated[float | None, duration(3600), FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
-    """Budget in hours on rank 0's clock, from the first step, after set-up."""
+    """Budget in hours on rank 0's clock, from the first step on; set-up does not count."""
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
     """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
     tokens or, for finetuning, in steps."""
@@ -416,7 +416,7 @@ class OptimConfig(Section):
     )
     """Global batch for which lr was tuned; lr_scaling needs it."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """sqrt = multiply lr by sqrt(global_size / lr_batch), for Adam, LAMB and Muon; linear = by the ratio."""
+    """Factor of lr: sqrt = sqrt(global_size / lr_batch), for Adam, LAMB and Muon; linear = the ratio."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -460,7 +460,7 @@ class ParallelConfig(Section):
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
     """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (DDP's first bucket: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
-    """ddp: data type of reduced gradients; full = parameters' precision; fp16 needs `precision: fp16`."""
+    """ddp: data type of reduced gradients; full = the parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
     """ddp: pass static_graph to torch's DDP, which then assumes that every step runs the same graph."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
@@ -509,7 +509,7 @@ class LogConfig(Section):
 
 
 class PlannedFigure(Section):
-    """Figure predicted by `bert-dp plan`, with a 95 % interval and its origin; null = unknown."""
+    """Figure predicted by `bert-dp plan`, with its 95 % interval and its origin; null = unknown."""
 
     value: float | None
     ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
@@ -617,7 +617,7 @@ class Config(Section):
 def all_settings(
     section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
-    """Yield the dotted path, the field and the marks of each setting, with the marks of its sections."""
+    """Yield the dotted path, field and metadata of each setting; the metadata includes its sections'."""
     for name, field in section.model_fields.items():
         marks = (*above, *field.metadata)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

@@ -1,8 +1,8 @@
 """Build shards from text sources, in a directory or in the cache, under a lock. Torch-free.
 
 Sources are read three times: to hash them, to sample text for training the tokenizer (unless one is given),
-and to build. Memory holds the sample (at most 128 MiB of text, twice), a few batches per process, and per
-document 8 bytes for exact dedup (24 while two tables are merged) or about 2 kB for near dedup. Shards are
+and to build. Memory holds the sample (at most 128 MiB of text, twice), a few batches per process and, per
+document, 8 bytes for exact dedup (24 while two tables are merged) or about 2 kB for near dedup. Shards are
 written to a temporary directory next to OUT, which then replaces OUT. The launcher runs `python -m
 bert_dp.data.build` to build or find shards; the command prints their directory.
 """
@@ -39,7 +39,7 @@ from bert_dp.training.process import follow_launcher
 
 SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer
 WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
-BYTES_PER_PROCESS = 8 * 2**20  # of source; for less text, starting a process costs more than it saves
+BYTES_PER_PROCESS = 8 * 2**20  # of source text; for less, starting a process costs more than it saves
 Progress = Callable[[str, int, int | None], None]
 """Callback (stage, done, total). total: None = unknown, 0 = `stage` is a message."""
 
@@ -101,7 +101,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest of `out` if it has this build, None if `out` may be written. Raises ConfigError."""
+    """Return the manifest if `out` contains this build, None if `out` may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -244,7 +244,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
-    """Sample up to SAMPLE_BYTES of text by the documents' CRC-32; return it and the number of documents."""
+    """Sample up to SAMPLE_BYTES of text by the documents' CRC-32; return it with the number of documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -272,7 +272,7 @@ def _route(
     total: int | None,
 ) -> dict[str, int]:
     """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
-    source's record. Return the number dropped by each stage. Raises ConfigError if too much is lost."""
+    source's record. Return {stage: documents dropped}. Raises ConfigError if too much is lost."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()

@@ -162,7 +162,7 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with its place, such as "row 7". It has those of the columns `keys` that exist, or all
+    """Yield each row with its place, such as "row 7". A row has the existing columns among `keys`, or all
     columns if the first of `keys` is missing. If no column is called a.b, the key a.b selects column a.
     Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
@@ -284,7 +284,7 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
     """Return the files of a path, glob or directory. In a directory, hidden files and files in `out` are
-    skipped, and files with an unknown suffix unless `every_suffix`."""
+    skipped; so are files with an unknown suffix, unless `every_suffix` is true."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -298,7 +298,7 @@ def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """Return the name of a source, for a file also its size and modification time. Raises ConfigError."""
+    """Return the name of a source and, for a file, its size and modification time. Raises ConfigError."""
     return {"name": source.name} if source.path is None else file_identity(source.path)
 
 

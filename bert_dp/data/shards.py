@@ -1,6 +1,6 @@
 """Write, memory-map, verify and inspect packed shards. Torch-free.
 
-A shard is a flat uint16 file of whole sequences, [sequences, S]. manifest.json has its size and hash.
+A shard is a flat uint16 file of whole sequences, [sequences, S]. manifest.json contains its size and hash.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from bert_dp.config.manifest import Shard, beyond
 from bert_dp.data import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-SAMPLED_BYTES = 2**30  # verified at the start of a run, in about a second for a corpus of any size
+SAMPLED_BYTES = 2**30  # verified at the start of a run; takes about a second for a corpus of any size
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
@@ -177,7 +177,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
-    """Return nats per held-out token under add-one smoothed counts [V] of train; None without tokens."""
+    """Return nats per held-out token under train's add-one smoothed counts [V]; None for no tokens."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

@@ -108,8 +108,8 @@ def normalizer() -> normalizers.Normalizer:
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
-            # so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; one pattern per sign,
-            # because a zero-width match corrupts the alignment
+            # a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; one pattern
+            # per sign, because a zero-width match corrupts the alignment
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -270,7 +270,7 @@ def size(tokenizer: Tokenizer) -> int:
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Return special token ids by role (pad, unk, cls, sep, mask). The spellings are `<role>`, `[ROLE]` and
+    """Return {role: token id} for the roles pad, unk, cls, sep and mask. Spellings are `<role>`, `[ROLE]` and
     RoBERTa's `<s>` and `</s>`. Raises ConfigError with every role that the tokenizer `name` lacks."""
     ids_by_role, missing = {}, []
     for role in ROLES:

@@ -23,8 +23,8 @@ from bert_dp.data import readers
 from bert_dp.examples.glue import GlueData
 from bert_dp.examples.table import CustomData, LabelledData, LabelledTable, Row, data_error
 
-MASK_RATE = REPLACE_RATE = 0.1  # of words
-CUT_RATE = 0.25  # of texts
+MASK_RATE = REPLACE_RATE = 0.1  # share of words
+CUT_RATE = 0.25  # share of texts
 LONGEST_CUT = 5  # words
 MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a language model samples
 HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary

@@ -128,7 +128,7 @@ class GlueData:
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
-    """Return, by task, the train and dev files that none of `places` has. Raises ConfigError."""
+    """Return {task: train and dev files that none of `places` has}. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
         present = read_files(place, [file for files in absent.values() for file in files], content=False)
@@ -137,8 +137,8 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Return the bytes of those files in `names`, such as "RTE/train.tsv", that a folder, or any folder of a
-    tar, contains; empty bytes without `content`. Nothing is extracted to disk. Raises ConfigError."""
+    """Return {name: bytes} for those of `names`, such as "RTE/train.tsv", that exist in a folder, or in any
+    folder of a tar; each value is b"" without `content`. Nothing is extracted to disk. Raises ConfigError."""
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():

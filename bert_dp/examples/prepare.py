@@ -1,6 +1,6 @@
 """Convert labelled texts to token ids and labels in a cache directory, for finetuning. Torch-free.
 
-The launcher runs `python -m bert_dp.examples.prepare` with the options of its verb.
+The launcher runs `python -m bert_dp.examples.prepare` with the options of its command.
 """
 
 import argparse
@@ -60,14 +60,14 @@ class ExampleEncoder:
 
     tokenizer: Tokenizer
     special: dict[str, int]
-    """Ids by role: pad, cls, sep and others."""
+    """Role (pad, cls, sep and others) -> token id."""
     length: int
     has_cls: bool = True
     """False = encode as `A <sep>` or `A <sep> B <sep>`."""
     separators: int = 1
     """Number of separators between two texts."""
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Token ids of the placeholder characters that bert_dp.examples.augment puts into texts."""
+    """Placeholder character that bert_dp.examples.augment puts into texts -> token id."""
     fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
     """Callback that receives `ids` and `offsets` and replaces each HOLE_ID in place."""
 
@@ -284,7 +284,7 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score a constant prediction on dev or test: train's most frequent label or mean; None if unlabelled."""
+    """Score predicting train's most frequent label or mean score on dev or test; None if unlabelled."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -297,7 +297,7 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of each class from train to dev by a hash of seed and texts. Raises ConfigError."""
+    """Move a share of each class, chosen by a hash of seed and texts, to dev. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -310,7 +310,7 @@ def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> Labelled
     for row in whole.rows:
         rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
-        message = f"a dev share of {share:g} of {len(whole.rows)} examples leaves {empty[0]} empty"
+        message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
         raise tables.data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False
@@ -331,7 +331,7 @@ def summary(manifest: ExamplesManifest) -> str:
         }
         notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         parts.append(f"{name} {split.examples:,} examples ({notes})")
-    official = {None: "", True: "; official GLUE row counts", False: "; a subset, not a GLUE score"}
+    official = {None: "", True: "; official GLUE row counts", False: "; a subset: scores are not GLUE scores"}
     return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 

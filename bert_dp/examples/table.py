@@ -52,7 +52,7 @@ METRICS: dict[LabelKind, tuple[Metric, ...]] = {
 csv.field_size_limit(MAX_DOCUMENT_BYTES)
 
 Label = tuple[str, ...] | float | None
-"""Label names (one, or any number for multi_label), a regression score, or None without a label."""
+"""Label names (one, or any number for multi_label), a regression score, or None if there is no label."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LabelledTable:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledData:
-    """Tables of a task by split, and the meaning of their labels."""
+    """Tables of a task, one per split, and the meaning of their labels."""
 
     task: str
     kind: LabelKind
@@ -104,7 +104,7 @@ class LabelledData:
 
 @dataclasses.dataclass(frozen=True)
 class CustomData:
-    """A user's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
+    """A user's files, or `hub:NAME[:CONFIG]`, for the splits "train", "dev" and "test", and their columns."""
 
     files: dict[str, str]
     columns: Columns

@@ -1,5 +1,5 @@
 """Acquire file locks, remove secrets and control characters from text, define the environment variables that
-the launcher sets for workers, and handle signals, the cache and the umask. Torch-free."""
+the launcher sets for workers, and handle signals, the cache of built data and the umask. Torch-free."""
 
 import contextlib
 import fcntl
@@ -113,7 +113,7 @@ HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; defaul
 LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
 STARTED_AGAIN = "-- started again --"  # line in rank-N.log before the output of a restart
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
-LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start_ticks of the launcher
+LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start time of the launcher, from start_ticks
 
 RUN_LOCK = ".launcher.lock"  # locked by the launcher, or by rank 0 if there is no launcher
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -30,8 +30,8 @@ def append_line(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL file, which have a `step`, up to the first damaged or truncated line.
-    Yield nothing if `path` is not a regular file. Raises OSError if the file cannot be read."""
+    """Yield the records of a JSONL file up to the first line that is damaged, truncated or without an integer
+    `step`. Yield nothing if `path` is not a regular file. Raises OSError if the file cannot be read."""
     if not path.is_file():
         return
     with path.open("rb") as file, contextlib.suppress(ValueError):

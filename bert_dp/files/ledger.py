@@ -85,7 +85,7 @@ class Spent(StoredModel):
     kwh: float | None = None
     """Energy of the devices times run.pue."""
     co2_kg: float | None = None
-    """kWh times run.grams_co2_per_kwh."""
+    """kWh times run.grams_co2_per_kwh / 1000."""
     energy_origin: str | None = None
     """Source of the kWh: nvml (GPUs), rapl (whole CPU packages) or stated (run.watts_per_device)."""
 
@@ -104,7 +104,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Mean rate of the newest entry."""
+    """Both rates are means over the newest entry."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 
@@ -234,7 +234,7 @@ class Ledger:
 
 class Spending:
     """Share of a budget in dollars or kWh that is spent. The share reaches 1 when only a reserve is left: the
-    cost of `end_s`, to save and close the run, and of `evaluation_s`, which the training loop updates."""
+    cost of the seconds `end_s` (to save and close the run) and `evaluation_s` (set by the training loop)."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s

@@ -80,11 +80,11 @@ class RunMemory(StoredModel):
     """Host memory of a run, sampled by the launcher."""
 
     peaks_gib: dict[str, float] = {}
-    """Peak resident memory of each process, by names such as "rank 0"."""
+    """Process, such as "rank 0" -> its peak resident memory."""
     oom_kills: int | None
     """Number of processes that the kernel killed for lack of memory; null = no readable counter."""
     counter: str | None
-    """Path of the counter file."""
+    """Path of the file with that counter."""
 
 
 class Failure(StoredFile):
@@ -116,7 +116,7 @@ class Failure(StoredFile):
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line for each rank that failed as a result."""
+    """One line for each rank that failed as a result of this failure."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
@@ -132,7 +132,7 @@ class Failure(StoredFile):
         return f"{place}: {self.message}" if place else self.message
 
 
-STRAGGLER_RATIO = 1.2  # compute time of a rank / median of the others, above which it is reported
+STRAGGLER_RATIO = 1.2  # a rank is reported if its compute time / median of the others is above this
 
 
 class Straggler(StoredModel):
@@ -193,9 +193,9 @@ class HeldOut(StoredModel):
     """Finetuning: "split/metric" -> score in the metric's unit; missing if a logit was not finite, null if
     the metric is undefined, such as a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
-    """Finetuning: scores of a constant prediction, the most frequent label in train."""
+    """Finetuning: scores of always predicting train's most frequent label or mean score."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
-    """Finetuning: F1 of the second label, mean F1 of all labels, or F1 of all decisions pooled."""
+    """Finetuning: kind of F1: of the second label, mean over all labels, or of all decisions pooled."""
     one_class: list[str] = []
     """Finetuning: splits in which all examples have the same predicted class."""
 
@@ -219,7 +219,7 @@ class InitFrom(StoredModel):
     tensors: int
     """Number of the model's tensors that were loaded from the checkpoint."""
     of: int
-    """Number of all tensors of the model; the other tensors were initialized from the seed."""
+    """Number of tensors in the model; those that were not loaded were initialized from the seed."""
     dropped: list[str] = []
     """Tensors in the checkpoint that the model does not have, such as a pooler or key biases."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # environment variable: path of a file of issues, for the Python API
+ISSUES_FILE = "BERT_DP_ISSUES"  # variable: path to which issues are written, for the Python API
 PATIENCE_S = 1.0  # seconds for ranks to exit after the launcher
 SEARCH_S = 5.0  # seconds to repeat the search, because a process may start others while it is killed
 REAPER_IMPORTS = """
@@ -30,8 +30,8 @@ def module_command(module: str, *options: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes. They identify the process whose exit ends them,
-    and exclude modules in the current directory, even in the children of torchrun and other launchers."""
+    """Return environment variables for child processes. They identify this process, whose exit ends the
+    children, and exclude modules in the current directory, even in children of launchers such as torchrun."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 

@@ -43,7 +43,7 @@ class CheckpointFacts(StoredModel):
     recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
     config: dict[str, Any]
     code: dict[str, Sha256] = {}  # noqa: RUF012
-    """SHA-256 of each file of custom code, by setting."""
+    """Setting -> SHA-256 of its custom code file."""
     data_hash: Sha256
     tokenizer: Sha256 | None = None
     """SHA-256 of the tokenizer file."""
@@ -65,7 +65,7 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """Read the SHA-256 of the weights in a checkpoint's manifest. Raises OSError, ValueError, KeyError."""
+    """Read the SHA-256 of the weights from a checkpoint's manifest. Raises OSError, ValueError, KeyError."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     return str(manifest["files"]["model.safetensors"]["sha256"])
 
@@ -81,7 +81,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the checkpoint `directory`, else the newest checkpoint in it, with its unverified state.json."""
+    """Return the checkpoint `directory` or else the newest one in it, with its state.json (not verified)."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -152,6 +152,6 @@ def loaded_files(form: ExportFormat) -> list[str]:
 
 
 def require_loaders(exported: Exported, use: str) -> None:
-    """Import the packages that load an exported model. `use`: verb that loads it. Raises ConfigError."""
+    """Import the packages that load an exported model. `use`: command that loads it. Raises ConfigError."""
     for package in LOADERS[exported.format]:
         errors.require(package, "export", use)
