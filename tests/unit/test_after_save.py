@@ -1,4 +1,4 @@
-"""Test that `--after-save` runs a command on the newest checkpoint and that its failure ends no run."""
+"""Test that `--after-save` runs a command on new checkpoints and that its failure does not end a run."""
 
 import os
 import signal

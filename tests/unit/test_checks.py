@@ -103,7 +103,7 @@ def test_progress_is_the_consumed_share_of_the_budget(budget: str, progress: flo
 # --- unsupported combinations
 
 
-# Two lines a case: ranks and settings; then setting, kind and `other` of the issue, and alternative fixes.
+# Two lines per case: ranks and settings; then setting, kind and `other` of the issue, and alternative fixes.
 REFUSED = """
 4: parallel.engine=single
     parallel.engine conflict --nproc; fix: parallel.engine=ddp

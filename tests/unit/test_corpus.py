@@ -297,7 +297,8 @@ def russian(num: int) -> list[str]:
         ([[f"{i} " + "\u4e2d\u6587\u8a9e" * (i % 7 + 2) for i in range(200)]], BYTES, False),
     ],
 )
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # from an open file
+# a file that is left open raises this warning
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_source_that_loses_many_letters_is_refused(
     tmp_path: Path, source_docs: list[list[str]], options: dict[str, Any], refused: bool
 ) -> None:
@@ -545,7 +546,7 @@ def test_a_start_verifies_all_of_a_small_corpus_and_a_sample_of_a_large_one(
     assert len(set(starts)) > 1
 
 
-def test_ensure_builds_once_follows_the_source_and_refuses_a_cache_that_others_may_write_to(
+def test_ensure_builds_once_per_source_text_and_refuses_a_cache_that_others_may_write_to(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
@@ -625,7 +626,8 @@ def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_build_leaves_nothing_and_can_restart(tmp_path: Path, number: signal.Signals) -> None:
     write(tmp_path / "a.txt", prose(40_000))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    # because a shell's background job ignores SIGINT
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = build(tmp_path, "--processes", "2")
     finally:

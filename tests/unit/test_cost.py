@@ -155,7 +155,8 @@ def test_the_activations_of_a_micro_batch_are_counted(precision: str, wide: int,
     assert found["logits"] == predicted * V * (narrow + 2 * wide)
     gelu = memory(precision=precision, model={**TINY, "mlp": "gelu"})
     assert gelu["activations"] == tokens * L * (block - narrow * 2 * WIDTH)
-    dropped = memory(precision=precision, model={**TINY, "attention_dropout": 0.1})  # of 2 heads
+    # attention dropout materialises the probabilities of 2 heads
+    dropped = memory(precision=precision, model={**TINY, "attention_dropout": 0.1})
     assert dropped["activations"] == tokens * L * (block + 2 * S * (3 * narrow + 1))
     halved = memory({"tensor": 2}, 2, precision)
     assert halved["activations"] == tokens * L * (2 * wide * H + narrow * (2 * H + 2 * H + 2 * WIDTH))

@@ -181,7 +181,8 @@ def test_dropout_seeds_differ_by_sequence_epoch_and_run_seed(shards: Shards) -> 
     ]
     for keys, same in zip(drawn[::2], drawn[1::2], strict=True):
         assert len(keys.unique()) == 150
-        assert sorted(keys.tolist()) == sorted(same.tolist())  # for any position
+        # the seed depends on the sequence, not on its position
+        assert sorted(keys.tolist()) == sorted(same.tolist())
     assert not set(drawn[0].tolist()) & set(drawn[2].tolist())
 
 

@@ -9,7 +9,7 @@ from launcher.scale.models import CellMeasurement
 
 
 def cell(**facts: Any) -> CellMeasurement:
-    """Return a measured cell with an efficiency of 80 % and no known cause of the loss."""
+    """Return a measured cell whose efficiency of 80 % has no known cause."""
     named = {"id": "c", "status": "ok", "world_size": 4, "engine": "ddp"}
     batch = {"micro_batch": 8, "accumulation": 1, "global_batch": 8}
     efficiency = {"tokens_per_s": 10.0, "efficiency": 0.8, "efficiency_ci95": [0.78, 0.82]}
@@ -32,7 +32,7 @@ PATHS = {
 
 
 def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
-    """Return the facts of one cause of loss with its interval."""
+    """Return the facts of one cause of lost efficiency, with its interval."""
     facts: dict[str, Any] = {PATHS[kind]: value, f"{PATHS[kind]}_ci95": [low, high]}
     return facts | ({"straggler_rank": 2} if kind == "straggler" else {})
 
@@ -63,7 +63,7 @@ SENT = loss("communication_bound", 0.7, 0.6, 0.9)
         (loss("hardware_ceiling", 0.7, 0.6, 0.9), "hardware_ceiling", ["70.0 % [60.0 % to 90.0 %]"]),
         (SENT | {"exposed_comm_ddp_fraction": 0.25}, "communication_bound", ["70.0 % [60.0 %", "25.0 %"]),
         (loss("launch_bound", 0.99, 0.96, 1.0), "launch_bound", ["99.0 % [96.0 % to 100.0 %]"]),
-        # no verdict if the interval includes the threshold
+        # no cause is named if its interval includes the threshold
         (loss("loader_bound", 0.3, 0.05, 0.5), "no_single_cause", []),
         (loss("hardware_ceiling", 0.7, 0.6, 0.95), "no_single_cause", []),
         (loss("communication_bound", 0.7, 0.6, 0.95), "no_single_cause", []),

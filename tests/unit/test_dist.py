@@ -233,7 +233,7 @@ def check_clock(comm: HostCollectives) -> None:
 
 
 def exchanged(comm: HostCollectives, *stops: Stop) -> list[Stop]:
-    """Return the stop request that is received in each exchange of one of `stops`."""
+    """Return the stop requests that are received when this rank sends `stops` one after the other."""
     clock = SharedClock(comm, now=lambda: 0.0)
     received = []
     for stop in stops:

@@ -303,7 +303,7 @@ def upper(text: str, index: int, draw: Random) -> str:
 KEEP, WHOLE = 0.2, 0.25  # the smallest draws that keep a word and that leave a text uncut
 
 
-def test_copies_follow_from_the_drawn_numbers() -> None:
+def test_copies_depend_only_on_the_drawn_numbers() -> None:
     for expected, numbers in (
         (f"a {MASK} film with no plot", [KEEP, 0.0999, *[KEEP] * 4, WHOLE]),
         ("A fine film with no PLOT", [0.1, *[KEEP] * 4, 0.1999, WHOLE]),
@@ -327,7 +327,7 @@ def test_a_word_is_replaced_by_words_of_its_tag_in_proportion_to_their_frequency
     assert [nouns["dog"], verbs["Run"]] == pytest.approx([7500, 6667], abs=130)  # 3 standard deviations
 
 
-def test_a_copy_depends_only_on_its_numbers_and_changes_one_or_both_texts_of_a_pair() -> None:
+def test_a_copy_depends_on_seed_example_and_copy_number_and_changes_one_or_both_texts() -> None:
     pair = (TEXT, "it was all over by then")
     for copy, changing in enumerate([{0}, {1}, {0, 1}] * 2):
         copies, again, other = (

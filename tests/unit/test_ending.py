@@ -118,7 +118,8 @@ HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
 @pytest.mark.parametrize(
     ("sent", "counted"),
     [
-        ([(HUP, 1.0), (HUP, 1.1), (TERM, 1.4), (INT, 1.5)], [HUP, INT]),  # by shell and kernel
+        # the shell and the kernel both send SIGHUP
+        ([(HUP, 1.0), (HUP, 1.1), (TERM, 1.4), (INT, 1.5)], [HUP, INT]),
         ([(TERM, 1.0), (TERM, 1.01), (HUP, 1.1), (TERM, 1.7), (TERM, 1.8)], [TERM, TERM, TERM]),
     ],
 )
@@ -279,7 +280,7 @@ def test_a_torchrun_on_another_node_is_the_cause_unless_one_of_its_ranks_failed_
     assert (ended.exit_code, cause.rank, failed_first) == (1, 1, first)
 
 
-def test_the_last_poll_and_the_memory_of_each_rank_after_a_failure(
+def test_a_run_polls_once_more_after_its_end_and_a_failure_names_the_memory_per_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_with(monkeypatch, tmp_path, "-c", end := "open('last', 'w'); raise SystemExit(3)")
@@ -412,7 +413,7 @@ def test_ranks_get_a_clean_environment(tmp_path: Path, monkeypatch: pytest.Monke
 def test_each_tool_starts_the_requested_ranks_on_the_users_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
 ) -> None:
-    """The tools need not be installed. Only deepspeed sets CUDA_VISIBLE_DEVICES; its command restores it."""
+    """No tool need be installed. deepspeed sets CUDA_VISIBLE_DEVICES, so its command restores the value."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

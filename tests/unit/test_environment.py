@@ -32,7 +32,7 @@ CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """Return a function that installs a shell script as nvidia-smi, first on a PATH of system tools."""
+    """Return a function that installs a shell script as nvidia-smi, before the system tools on PATH."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(script: str) -> None:
@@ -98,7 +98,7 @@ def test_gpus_are_read_from_nvidia_smi(smi):
     assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06", None, 81000 / 1024)
     assert facts.gpus[2].memory_gib is None
     assert facts.rank_memory(1, True) == (81000 / 1024, "free of the 79.6 GiB of GPU 0")
-    assert facts.rank_memory(2, True) == (20.0, "free of the 79.6 GiB of GPU 1"), "the least of the two"
+    assert facts.rank_memory(2, True) == (20.0, "free of the 79.6 GiB of GPU 1"), "the smaller of the two"
     full = dataclasses.replace(facts, gpus=(dataclasses.replace(facts.gpus[0], free_gib=0.0),))
     assert full.rank_memory(1, True)[0] == 0.0
     unknown = dataclasses.replace(facts, gpus=facts.gpus[2:])

@@ -38,7 +38,7 @@ def test_the_recipe_equals_the_crammed_paper_and_uses_the_tokenizer_of_the_check
     head = own.finetune.model_copy(update={"head": "recipe"})
     assert own.finetune.head == "auto", "the default of `finetune`, which differs from the recipe only here"
     assert own.model_copy(update={"finetune": head}) == recipe
-    assert start.tokenizer == run / "checkpoints/step-00000003/tokenizer.json", "that of the checkpoint"
+    assert start.tokenizer == run / "checkpoints/step-00000003/tokenizer.json", "not the checkpoint's"
     start.tokenizer.unlink()
     assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
 

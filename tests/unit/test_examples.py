@@ -39,7 +39,8 @@ LOST = "\u732b"  # a text that the tokenizer drops completely
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # `main` would change this process
+    # because `main` would install its signal handlers in the test process
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,8 @@ def test_row_counts_decide_whether_data_is_official(lab: Lab, monkeypatch: pytes
 
 
 QQP_HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
-QQP_BROKEN = ["1\t2\t3\twho sat on", "\ta mat\t0"]  # a line end in a question, as published
+# a question contains a line end, as in the published train.tsv
+QQP_BROKEN = ["1\t2\t3\twho sat on", "\ta mat\t0"]
 QQP_WHOLE = ["0\t1\t2\twho sat\twho ran\t0", "2\t3\t4\twho did it\tthe cat\t1"]
 
 
@@ -382,7 +384,7 @@ ROWS = [("the cat, sat", "cat"), ("a dog\nran", "dog"), ('who "did" it', "cat"),
 
 
 def parquet(records: list[dict[str, Any]]) -> bytes:
-    arrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    arrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is missing")
     table = io.BytesIO()
     pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(records), table)
     return table.getvalue()
@@ -511,7 +513,7 @@ def test_a_test_file_may_have_labels_or_none(lab: Lab, kind: str) -> None:
 
 
 def test_a_hub_dataset_is_read_with_its_splits_and_classes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="needs the extra hub")
+    datasets = pytest.importorskip("datasets", reason="the extra `hub` is missing")
     classes = datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features({"text": datasets.Value("string"), "label": classes})
     labels = {"train": [1, 0], "validation": [0, 1], "test": [-1, -1]}

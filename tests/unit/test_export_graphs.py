@@ -36,7 +36,7 @@ def difference(
     source: ExportSource, compute: load_exported.Compute, *, tolerance: float | None = None
 ) -> float:
     """Return the largest difference over the batches of `export check`. With a `tolerance`, also check that
-    the largest outputs are at equal places."""
+    the positions of the largest outputs agree."""
     exported = describe(source, "onnx")
     batches = check.make_batches(source, exported)
     assert {ids.shape[1] for ids, *_ in batches} == {5, 37, 128, source.config.data.sequence_length}

@@ -289,7 +289,7 @@ class Scene:
         self.ended = self.ended or self.watch.poll(self.ranks, self.now)
 
     def quiet(self, seconds: float, *, frozen: int | None = None, going: int | None = None) -> float | None:
-        """Keep ranks alive except `frozen`, let only `going` progress; return the seconds until a report."""
+        """Keep all ranks but `frozen` alive and let only `going` progress. Return the seconds to a report."""
         for second in range(round(seconds)):
             for number, rank in self.ranks.items():
                 if number != frozen:

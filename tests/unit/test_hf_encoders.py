@@ -154,7 +154,7 @@ def test_an_export_equals_the_initial_weights_except_for_key_biases(family: str,
     again = type(peer)(transformers.AutoConfig.for_model(**settings))
     missing, unexpected = again.load_state_dict(tensors, strict=False)
     assert not unexpected
-    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, "a tied decoder"
+    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, "only a tied decoder"
     for name, tensor in peer.named_parameters():
         expected = torch.zeros_like(tensor) if name in keys else tensor
         assert torch.equal(tensors[name], expected.float()), name
@@ -305,7 +305,7 @@ def test_data_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
     other.write_text("{}")
     read = {"sources": ["builtin"]}
     (issue,) = hf_issues(folder, config_for(folder, data=read))
-    assert (issue.setting, issue.kind) == ("data.tokenizer", "conflict"), "a new tokenizer"
+    assert (issue.setting, issue.kind) == ("data.tokenizer", "conflict"), "a new tokenizer cannot fit"
     assert hf_issues(folder, config_for(folder, data={**read, "tokenizer": str(other)})) == []
     (folder / "tokenizer.json").write_text("[]")
     assert hf_issues(folder, config_for(folder, data=read)) == []

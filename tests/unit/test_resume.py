@@ -86,7 +86,7 @@ def test_a_missing_or_damaged_checkpoint_and_changed_settings_are_refused(run_di
 
 
 def test_ranks_use_the_checkpoint_or_error_of_rank_0(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks neither search nor verify, even if they see a newer or more readable checkpoint."""
+    """Other ranks neither search nor verify, even if they see a newer or an undamaged checkpoint."""
     monkeypatch.setattr(checkpoint, "newest_valid", lambda folder: pytest.fail("only rank 0 may search"))
     old = run_dir / "checkpoints" / "step-00000003"
     (old.parent / "step-00000004").mkdir()
@@ -123,8 +123,8 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     later = checkpoint.path_of(run_dir / "checkpoints", 5)
     shutil.copytree(run_dir / "checkpoints" / "step-00000003", later)
     build.cut_records_back(trainer, TrainState(step=3), resumed)
-    assert later.exists() == (rank == 1), "rank 0 must set it aside"
-    assert (run_dir / "summary.json").exists() == (rank == 1), "rank 0 must delete it"
+    assert later.exists() == (rank == 1), "set aside by rank 0"
+    assert (run_dir / "summary.json").exists() == (rank == 1), "deleted by rank 0"
     left = [1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]
     assert seen == [left]
     assert [[line["step"] for line in read_lines(path)] for path in others] == [left] * 3
