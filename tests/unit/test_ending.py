@@ -169,13 +169,13 @@ def test_an_unresponsive_file_server_does_not_end_a_run(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal ends the run when the server answers again. The display reads from the same server."""
-    glob, asked = Path.glob, list[str]()
+    glob, failed = Path.glob, list[str]()
 
     def unanswered(path: Path, pattern: str) -> Iterator[Path]:
-        if pattern != "rank-*.error.json" or len(asked) >= 20:
+        if pattern != "rank-*.error.json" or len(failed) >= 20:
             return glob(path, pattern)
-        asked.append(pattern)
-        if len(asked) == 20:
+        failed.append(pattern)
+        if len(failed) == 20:
             stop()
         raise OSError(5, "Input/output error")
 
@@ -189,7 +189,7 @@ def test_an_unresponsive_file_server_does_not_end_a_run(
 
         ended = processes.run(tmp_path, RankStart(1, [], grace_s=50.0), on_poll)
         monkeypatch.undo()
-    assert len(asked) == 20
+    assert len(failed) == 20
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
 
 
@@ -238,10 +238,10 @@ def test_a_hang_takes_precedence_over_the_error_of_another_rank(tmp_path: Path, 
 
 def test_records_of_an_earlier_start_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run also deletes its temporary directory."""
-    asked: list[Any] = []
+    request: list[Any] = []
 
     def command(*given: Any) -> list[str]:
-        asked.extend(given)
+        request.extend(given)
         (given[1] / "workers").touch()
         return [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
 
@@ -256,9 +256,9 @@ def test_records_of_an_earlier_start_are_not_used(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20
-    assert (asked[0].launcher, asked[0].nproc) == ("torchrun", 3)
-    assert not asked[1].exists()
-    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
+    assert (request[0].launcher, request[0].nproc) == ("torchrun", 3)
+    assert not request[1].exists()
+    assert request[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
 
 
 @pytest.mark.parametrize(("exit_ns", "first"), [(99, 0), (101, 1)])
@@ -427,8 +427,8 @@ def test_each_tool_starts_the_requested_ranks_on_the_users_gpus(
         assert {*options.format(tmp_path).split(), "bert_dp.worker"} < {*command}
         assert command[-3:] == worker
     settings = read_json(tmp_path / "accelerate.json")
-    asked = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
-    assert asked.items() <= settings.items()
+    wanted = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
+    assert wanted.items() <= settings.items()
     restored = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     place = command.index("env") + 1  # in deepspeed's command
     assert command[place : place + len(restored) + 1] == [*restored, sys.executable]

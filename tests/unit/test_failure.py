@@ -47,8 +47,8 @@ def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> No
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(facts))
 
 
-def cause_of(logs: Path, said: str = "", exits: Sequence[RankExit] = ()) -> Failure:
-    failure = watch.first_cause(logs, said, exits, watch.recorded_errors(logs))
+def cause_of(logs: Path, output: str = "", exits: Sequence[RankExit] = ()) -> Failure:
+    failure = watch.first_cause(logs, output, exits, watch.recorded_errors(logs))
     assert failure is not None
     return failure
 
@@ -75,7 +75,7 @@ GONE, LATER = "Connection closed by peer", "out of luck"
 
 
 @pytest.mark.parametrize(
-    ("message", "exits", "said", "cause"),
+    ("message", "exits", "output", "cause"),
     [  # rank 0 raises its error at time 50
         (GONE, [(0, 1, 52), (1, -9, 51)], "", "rank 1: killed by signal 9 (SIGKILL)"),
         (LATER, [(1, -9, 40), (0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
@@ -89,10 +89,10 @@ GONE, LATER = "Connection closed by peer", "out of luck"
     ],
 )
 def test_the_first_rank_to_end_is_the_cause_unless_an_error_came_earlier(
-    tmp_path: Path, message: str, exits: list[tuple[int, int | None, int]], said: str, cause: str
+    tmp_path: Path, message: str, exits: list[tuple[int, int | None, int]], output: str, cause: str
 ) -> None:
     error(tmp_path, 0, message, 50)
-    failure = cause_of(tmp_path, said, [RankExit(*each) for each in exits])
+    failure = cause_of(tmp_path, output, [RankExit(*each) for each in exits])
     assert failure.headline() == cause
     assert (failure.kind == "killed") == ("killed" in cause)
 
@@ -165,11 +165,11 @@ def test_first_line_returns_the_first_informative_line_of_a_message() -> None:
 
 
 def test_the_card_shows_the_most_important_lines_first_and_no_control_characters(tmp_path: Path) -> None:
-    said: dict[str, Any] = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
-    said |= {"where": "mine.py:7", "source": "in f: g()", "log": "rank-3.log", "log_tail": ["a", "\x1b]0;b"]}
-    said["consequences"] = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
-    said["memory"] = RunMemory(peaks_gib={"rank 3": 2.0, "rank 1": 1.0}, oom_kills=0, counter=None)
-    lines = card(Failure(rank=3, message="ValueError: \x1b[2Jno", **said), tmp_path)
+    facts: dict[str, Any] = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
+    facts |= {"where": "mine.py:7", "source": "in f: g()", "log": "rank-3.log", "log_tail": ["a", "\x1b]0;b"]}
+    facts["consequences"] = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
+    facts["memory"] = RunMemory(peaks_gib={"rank 3": 2.0, "rank 1": 1.0}, oom_kills=0, counter=None)
+    lines = card(Failure(rank=3, message="ValueError: \x1b[2Jno", **facts), tmp_path)
     assert lines[0].startswith("failed: rank 3: ValueError: ")
     assert lines[1:4] == ["  at mine.py:7 in f: g()", "  log: rank-3.log", f"  run: {tmp_path}"]
     assert lines[4:7] == ["  same error: rank 0, 1", "  why: it is so", "  fix: do so"]
@@ -348,16 +348,16 @@ def test_host_memory_is_divided_between_the_ranks_of_a_node(run_dir: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("oom_kills", "said"),
+    ("oom_kills", "part"),
     [(2, "because host memory ran out"), (0, "from outside: no"), (None, "or by the kernel")],
 )
-def test_kills_by_the_kernel_have_their_own_advice(run_dir: Path, oom_kills: int | None, said: str) -> None:
+def test_kills_by_the_kernel_have_their_own_advice(run_dir: Path, oom_kills: int | None, part: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     killed = Failure(rank=1, kind="killed", message="killed by signal 9", killed_by=signal.SIGKILL)
     for peaks, peaked in (({"rank 1": 3.5}, "peaked at 3.50 GiB"), ({}, "before its memory was sampled")):
         memory = RunMemory(peaks_gib=peaks, oom_kills=oom_kills, counter="memory.events")
         explained = explain(killed, run_dir, 2, memory)
-        assert said in explained.explanation[0]
+        assert part in explained.explanation[0]
         assert peaked in explained.explanation[0]
         assert explained.memory is memory
         assert explained.kind == ("host_memory" if oom_kills else "killed")

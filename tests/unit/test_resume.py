@@ -31,16 +31,16 @@ def config() -> Config:
     return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
 
 
-def rank_with(run_dir: Path, digit: str, said: list[str] | None = None) -> Any:
+def rank_with(run_dir: Path, digit: str, log: list[str] | None = None) -> Any:
     """Return a lone rank whose data hash repeats `digit`."""
-    said = [] if said is None else said
+    log = [] if log is None else log
     return SimpleNamespace(
         config=config(),
         run_dir=run_dir,
         comm=HostCollectives(ALONE, None),
         device=CPU,
         data=DatasetInfo(data_hash=digit * 64, tokenizer=None, num_samples=9),
-        log_rank0=said.append,
+        log_rank0=log.append,
     )
 
 
@@ -56,12 +56,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_rank_resumes_only_with_the_data_of_the_checkpoint(run_dir: Path) -> None:
     """The launcher makes this check too, but srun and mpirun start ranks without the launcher."""
-    said: list[str] = []
+    log: list[str] = []
     (run_dir / "checkpoints" / "step-00000004").mkdir()
-    resumed = build.select_checkpoint(rank_with(run_dir, "0", said), "auto")
-    assert said[0].startswith("checkpoint skipped: ")
-    assert "step-00000004" in said[0]
-    assert said[1:] == ["resuming from step-00000003: 12 samples seen"]
+    resumed = build.select_checkpoint(rank_with(run_dir, "0", log), "auto")
+    assert log[0].startswith("checkpoint skipped: ")
+    assert "step-00000004" in log[0]
+    assert log[1:] == ["resuming from step-00000003: 12 samples seen"]
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     state = TrainState.from_checkpoint(resumed.facts)
     assert state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
