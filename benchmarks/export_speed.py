@@ -1,30 +1,29 @@
-"""Latency and throughput of an exported encoder, beside the same weights by other programs.
+"""Measure latency and throughput of an exported encoder, and of the same weights in other programs.
 
     python benchmarks/export_speed.py [--models crammed-rope,small-text] [--rows 'ours:*,...'] [--json FILE]
 
-What is measured is the encoder (`export --encoder`: last hidden states, no head), as whoever encodes or
-classifies runs it. Its weights are random ones, which cost what trained ones cost. Every sequence is of the
-full length, and every program gets the padding mask, all ones.
+The encoder is the one of `export --encoder` (last hidden states, no head). Its weights are random, which does
+not change the cost. Every sequence has the full length, and every program gets a padding mask of ones.
 
-    ours          bert_dp's model: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
-    transformers  what `export hf` writes, by AutoModel: eager; compiled (as ours)
-    onnxruntime   what `export onnx` writes: plain; fused by onnxruntime.transformers; plain with --int8
-    matmul        no model: the forward products of step_speed.py's probe, of the encoder at 8 x 128
+    ours          the model of bert_dp: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
+    transformers  the files of `export hf` in AutoModel: eager; compiled (torch.compile, dynamic shapes)
+    onnxruntime   the files of `export onnx`: plain; fused by onnxruntime.transformers; plain with --int8
+    matmul        no model: the forward matrix products of the encoder at 8 x 128, as in step_speed.py
 
-A row is PROGRAM:MODE:PRECISION. A row whose package is not installed, or whose precision the CPU does not
-multiply, is named as absent. Every row lives in a process of its own, on the same cores with the same number
-of threads, and glibc keeps freed memory in all of them; rows take turns at every batch x length, in an order
-drawn anew in each round from a fixed seed. The first call of each row and point is outside the timing, but
-for points of more than 4,096 tokens.
+A row is PROGRAM:MODE:PRECISION. A row is reported as absent if its package is not installed or the CPU does
+not support its precision. Each row runs in a separate process, on the same cores with the same number of
+threads, and glibc keeps freed memory in each. Rows alternate at every batch x length, in a new random order
+in each round, from a fixed seed. The first call of each row and point is not timed, except for points of more
+than 4,096 tokens.
 
-    load_s        from a bare Python to a model that is ready, its libraries' import in it
-    first_s       the first answer, 3 sequences of ragged lengths: what is compiled is compiled there
-    latency       of one call, arrays in to arrays out: median of the calls of all rounds
-    x             latency of transformers:eager:fp32 (of onnxruntime:plain:fp32) / latency of the row, medians
-                  of a round's calls, paired within the round
-    share         (model FLOP/s, 2 N_linear + 4 L S H a token) / (matmul rate of that precision), paired
-    difference    of the first answer from ours:eager:fp32, largest, over the largest output above 1
-    memory        resident, once loaded and at its peak
+    load_s        time from the start of Python to a loaded model, including the import of its libraries
+    first_s       time of the first call, with 3 sequences of different lengths; includes compilation
+    latency       time of one call, from input arrays to output arrays: median over the calls of all rounds
+    x             latency of transformers:eager:fp32 (or onnxruntime:plain:fp32) / latency of the row; medians
+                  of each round's calls, paired within the round
+    share         (model FLOP/s, 2 N_linear + 4 L S H per token) / (matmul rate of that precision), paired
+    difference    largest difference of the first output from ours:eager:fp32 / max(1, largest output)
+    memory        resident memory after loading and at its peak
 """
 
 import argparse
@@ -44,7 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records, step_speed, turns
-from benchmarks.turns import aligned, ratios, spread, tell, with_range
+from benchmarks.turns import aligned, print_progress, ratios, spread, with_range
 from bert_dp.config import Config, ModelConfig, bf16_units, find_config, read_yaml, resolve, shipped_configs
 
 MODELS = ("crammed-rope", "small-text")
@@ -55,7 +54,7 @@ ROWS = (
     *(PLAIN, FUSED, INT8, "matmul:eager:fp32", "matmul:eager:bf16"),
 )
 OURS, PEER = "ours:eager:fp32", "transformers:eager:fp32"
-FILES = {  # row -> what is exported for it
+FILES = {  # row -> form of its export
     "ours:aoti:fp32": "aoti",
     "ours:aoti:bf16": "aoti-bf16",
     **dict.fromkeys((row for row in ROWS if row.startswith("transformers")), "hf"),
@@ -64,8 +63,8 @@ FILES = {  # row -> what is exported for it
     INT8: "onnx-int8",
 }
 SHARE_AT = (8, 128)
-WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
-MOST_CALLS = 50  # of a row at a point in one round
+WARM_TOKENS = 4096  # an untimed call precedes calls up to this size; in larger ones, start-up is negligible
+MOST_CALLS = 50  # per row and point in one round
 QUICK = {
     "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
     "data": {"sequence_length": 16},
@@ -73,7 +72,7 @@ QUICK = {
 QUICK_ROWS = ",".join((OURS, PEER, PLAIN, FUSED, "matmul:eager:fp32"))
 
 Point = tuple[int, int]
-"""Sequences of a call, tokens of each."""
+"""Number of sequences in a call, and of tokens in each sequence."""
 
 
 def parse() -> argparse.Namespace:
@@ -81,13 +80,13 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--models", default=",".join(MODELS), help="shipped configurations (default: %(default)s)")
     add("--rows", default="*", help="names or shell patterns, comma-separated (default: all)")
-    add("--lengths", default="32,128", help="tokens of a sequence (default: %(default)s)")
-    add("--batches", default="1,8,32,128", help="sequences of a call (default: %(default)s)")
+    add("--lengths", default="32,128", help="tokens per sequence (default: %(default)s)")
+    add("--batches", default="1,8,32,128", help="sequences per call (default: %(default)s)")
     add("--rounds", type=int, default=3)
-    add("--seconds", type=float, default=0.5, help="of each row and point in a round; one call at least")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="and cores (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of tokens and the order of the rows")
-    add("--quick", action="store_true", help="a tiny model, two rounds, what needs no compiler")
+    add("--seconds", type=float, default=0.5, help="per row and point in a round, at least one call")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads and cores (default: all)")
+    add("--seed", type=int, default=0, help="seed of the tokens and of the order of the rows")
+    add("--quick", action="store_true", help="a tiny model, two rounds, only rows without a compiler")
     o = parser.parse_args()
     if o.quick:
         vars(o).update(models="small-text", lengths="8,16", batches="1,2", rounds=2, seconds=0.01)
@@ -101,7 +100,7 @@ def parse() -> argparse.Namespace:
         except ValueError:
             sizes = [0]
         if min(sizes) < 1:
-            parser.error(f"--{name} {getattr(o, name)}: whole numbers from 1 on, with commas between")
+            parser.error(f"--{name} {getattr(o, name)}: use comma-separated positive integers")
         setattr(o, name, sizes)
     shipped = sorted(path.stem for path in shipped_configs().glob("*.yaml"))
     o.models = records.check_names(parser, "--models", o.models, shipped)
@@ -111,7 +110,7 @@ def parse() -> argparse.Namespace:
             parser.error(f"--lengths {max(o.lengths)}: {name} takes at most {longest}")
     o.names = [row for row in ROWS if any(fnmatch.fnmatchcase(row, pattern) for pattern in o.rows.split(","))]
     if OURS not in o.names:
-        parser.error(f"--rows {o.rows}: must hold {OURS}, which the others' answers are compared with")
+        parser.error(f"--rows {o.rows}: must include {OURS}, because the other outputs are compared with it")
     o.points = [(batch, length) for batch in o.batches for length in o.lengths]
     o.share_at = SHARE_AT if SHARE_AT in o.points else o.points[-1]
     return o
@@ -123,23 +122,23 @@ def config_of(name: str, o: argparse.Namespace) -> Config:
 
 
 def absent(row: str) -> str | None:
-    """Why this machine cannot measure a row."""
+    """Return the reason why this machine cannot measure a row; None if it can."""
     program, mode, precision = row.split(":")
     package = {"ours": "torch", "matmul": "torch"}.get(program, program)
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     if precision == "bf16" and not bf16_units():
-        return "this CPU does not multiply bf16"
+        return "this CPU has no bf16 multiplication"
     if mode in ("aoti", "compiled") and shutil.which("g++") is None:
         return "g++ is not installed"
     return None
 
 
-# ---- what is measured: a run of random weights, and its exports; in a process of its own ----
+# ---- the exports of a run with random weights, made in a separate process ----
 
 
 def export_all(config: Config, scratch: Path, forms: Sequence[str]) -> turns.Prepared:
-    """Write SCRATCH/run and SCRATCH/FORM of each form; nothing is asked afterwards."""
+    """Write SCRATCH/run, and SCRATCH/FORM for each form. The process makes no measurements."""
     from bert_dp.exporting.source import open_run
     from tests.runs_to_export import write_run
 
@@ -156,7 +155,6 @@ def export_all(config: Config, scratch: Path, forms: Sequence[str]) -> turns.Pre
 
 
 def export(form: str, source: Any, folder: Path, config: Config) -> None:
-    """Write one form."""
     from bert_dp.exporting.source import write_about, write_aoti, write_hf, write_onnx
 
     if form == "hf":
@@ -171,22 +169,22 @@ def export(form: str, source: Any, folder: Path, config: Config) -> None:
 
 
 def fuse(path: Path, model: ModelConfig) -> None:
-    """Rewrite an ONNX file by the transformer optimizer of ONNX Runtime."""
+    """Rewrite an ONNX file with the transformer optimizer of ONNX Runtime."""
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
     options = FusionOptions("bert")
-    # it fails on a LayerNorm without a bias; where the runtime loads the file it fuses what it can anyway
+    # this fusion fails for a LayerNorm without a bias; the runtime fuses more when it loads the file
     options.enable_skip_layer_norm = model.norm == "rmsnorm" or model.norm_bias
     sizes = {"num_heads": model.num_heads, "hidden_size": model.hidden_size}
     optimize_model(str(path), optimization_options=options, **sizes).save_model_to_file(str(path))
 
 
-# ---- the rows; each in a child process, which alone imports its libraries ----
+# ---- the rows; each runs in a child process, so that only this process imports its libraries ----
 
 
 def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
-    """input_ids and attention_mask, arrays [B, S] int64, to last hidden states, an array [B, S, H]."""
+    """Return a row's function: (input_ids, attention_mask), each [B, S] int64 -> hidden states [B, S, H]."""
     program, mode, precision = row.split(":")
     folder = scratch / FILES.get(row, "run")
     if program == "onnxruntime":
@@ -230,7 +228,7 @@ def open_onnxruntime(path: Path, threads: int) -> Callable[..., Any]:
 
 
 def whole_batch(o: argparse.Namespace, config: Config, point: Point) -> tuple[Any, Any]:
-    """Random tokens and a mask of ones, each [B, S] int64."""
+    """Return random tokens and a mask of ones, each [B, S] int64."""
     import numpy as np
 
     ids_BS = np.random.default_rng(o.seed).integers(7, config.model.vocab_size, point)
@@ -238,7 +236,7 @@ def whole_batch(o: argparse.Namespace, config: Config, point: Point) -> tuple[An
 
 
 def ragged_batch(o: argparse.Namespace, config: Config) -> tuple[Any, Any]:
-    """Three sequences of which one is whole: what the answers are compared on."""
+    """Return three sequences, two of them padded, on which the outputs of the rows are compared."""
     import numpy as np
 
     ids_BS, mask_BS = whole_batch(o, config, (3, max(o.lengths)))
@@ -251,7 +249,7 @@ def ragged_batch(o: argparse.Namespace, config: Config) -> tuple[Any, Any]:
 def probe_sizes(
     o: argparse.Namespace, config: Config, precision: str
 ) -> tuple[argparse.Namespace, list[tuple[int, int, int, int]]]:
-    """Options and shapes of the encoder's products, without the decoder, for step_speed.make_matmul."""
+    """Return options and shapes for step_speed.make_matmul: the encoder's products, without the decoder."""
     model, (batch, length) = config.model, o.share_at
     sizes = argparse.Namespace(
         micro=batch,
@@ -268,7 +266,7 @@ def probe_sizes(
 
 
 def prepare(row: str, o: argparse.Namespace, config: Config, scratch: Path) -> turns.Prepared:
-    """Load a row and compute its first answer; it answers `(BATCH, LENGTH) SECONDS`."""
+    """Load a row and compute its first output. A measurement gets a point and the seconds to spend on it."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
     if is_probe(row):
         import torch
@@ -282,24 +280,24 @@ def prepare(row: str, o: argparse.Namespace, config: Config, scratch: Path) -> t
     facts: dict[str, Any] = {"load_s": time.perf_counter() - start, "loaded_mib": memory_mib("VmRSS")}
     batch = ragged_batch(o, config)
     start = time.perf_counter()
-    facts["answer"] = compute(*batch)
+    facts["output"] = compute(*batch)
     facts["first_s"] = time.perf_counter() - start
 
-    def answer(point: Point, seconds: float) -> dict[str, Any]:
+    def measure_point(point: Point, seconds: float) -> dict[str, Any]:
         latencies = time_calls(compute, whole_batch(o, config, point), seconds)
         return {"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")}
 
-    return facts, answer
+    return facts, measure_point
 
 
 def memory_mib(field: str) -> float:
-    """Of this process: VmRSS, what is resident, or VmHWM, its peak. getrusage would count its parent's."""
+    """Return this process's resident memory (VmRSS) or its peak (VmHWM), without the parent's peak."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) / 2**10
 
 
 def time_calls(compute: Callable[..., Any], batch: tuple[Any, Any], seconds: float) -> list[float]:
-    """Seconds of each call, until `seconds` are over or there are MOST_CALLS; of one at least."""
+    """Time calls for `seconds`, at least 1 and at most MOST_CALLS. Return the seconds of each call."""
     latencies: list[float] = []
     end = time.perf_counter() + seconds
     while not latencies or (time.perf_counter() < end and len(latencies) < MOST_CALLS):
@@ -309,46 +307,46 @@ def time_calls(compute: Callable[..., Any], batch: tuple[Any, Any], seconds: flo
     return latencies
 
 
-# ---- the parent: starts, takes turns, computes ----
+# ---- the parent process ----
 
 
 def measure(o: argparse.Namespace, model: str, names: Sequence[str]) -> dict[str, Any]:
-    """The exports of a model, and of each row its facts and rounds."""
+    """Export a model and measure its rows. Return the exports, and metadata and rounds of each row."""
     with tempfile.TemporaryDirectory(prefix="export-speed-") as folder:
         scratch = Path(folder)
         forms = list(dict.fromkeys(FILES[row] for row in names if row in FILES))
         with turns.Child("export", export_all, config_of(model, o), scratch, forms) as child:
             exports = child.facts
         seconds = ", ".join(f"{form} ({made['seconds']:.0f} s)" for form, made in exports.items())
-        tell(f"{model}: exported {seconds}")
+        print_progress(f"{model}: exported {seconds}")
         return {"exports": exports, "rows": take_turns(o, model, names, scratch)}
 
 
 def take_turns(
     o: argparse.Namespace, model: str, names: Sequence[str], scratch: Path
 ) -> dict[str, dict[str, Any]]:
-    """Per row its facts and a list of its rounds: point -> seconds of each call."""
+    """Measure the rows alternately. Return, per row, metadata and rounds: point -> seconds of each call."""
     rows: dict[str, dict[str, Any]] = {}
     processes = {}
     with contextlib.ExitStack() as stack:
-        for row in names:  # one at a time: loading and compiling are not to disturb each other
+        for row in names:  # one at a time, because loading and compiling would disturb each other
             child = turns.Child(row, prepare, row, o, config_of(model, o), scratch)
             processes[row] = stack.enter_context(child)
             rows[row] = {**child.facts, "rounds": [{} for _ in range(o.rounds)]}
             for point in o.points:
                 if not is_probe(row) and point[0] * point[1] <= WARM_TOKENS:
-                    processes[row].ask(point, 0.0)
-            tell(f"{model}: {row} is ready")
+                    processes[row].measure(point, 0.0)
+            print_progress(f"{model}: {row} is ready")
         for number, order in enumerate(turns.orders(names, o.rounds, o.seed)):
             for point in o.points:
                 for row in order:
                     if is_probe(row) and point != o.share_at:
                         continue
-                    answer = processes[row].ask(point, o.seconds)
-                    rows[row]["rounds"][number][name_of(point)] = answer.get("latencies_s", answer)
+                    measured = processes[row].measure(point, o.seconds)
+                    rows[row]["rounds"][number][name_of(point)] = measured.get("latencies_s", measured)
                     if not is_probe(row):
-                        rows[row]["peak_mib"] = answer["peak_mib"]
-            tell(f"{model}: round {number + 1} of {o.rounds}")
+                        rows[row]["peak_mib"] = measured["peak_mib"]
+            print_progress(f"{model}: round {number + 1} of {o.rounds}")
     return rows
 
 
@@ -361,10 +359,10 @@ def name_of(point: Point) -> str:
 
 
 def summarise(o: argparse.Namespace, config: Config, rows: dict[str, dict[str, Any]]) -> None:
-    """Adds to each row its points, its difference and its share; drops the answers."""
+    """Add points, difference and share to each row, and remove its first output."""
     import numpy as np
 
-    reference, (_, mask_BS) = rows[OURS]["answer"], ragged_batch(o, config)
+    reference, (_, mask_BS) = rows[OURS]["output"], ragged_batch(o, config)
     scale = max(1.0, float(np.abs(reference[mask_BS != 0]).max()))
     rates = {row.split(":")[2]: matmul_rates(o, config, rows[row]) for row in rows if is_probe(row)}
     for row, record in rows.items():
@@ -372,17 +370,16 @@ def summarise(o: argparse.Namespace, config: Config, rows: dict[str, dict[str, A
             rate = rates[row.split(":")[2]]
             record["gflop_per_s"] = spread([each / 1e9 for each in rate])
             continue
-        apart = np.abs(record["answer"] - reference)[mask_BS != 0]
+        apart = np.abs(record["output"] - reference)[mask_BS != 0]
         record["difference"] = float(apart.max()) / scale
         record["points"] = {name_of(point): point_facts(row, point, rows) for point in o.points}
         if own := rates.get(row.split(":")[2]):
             record["share"] = share(o, config, record, own)
     for record in rows.values():
-        record.pop("answer", None)
+        record.pop("output", None)
 
 
 def point_facts(row: str, point: Point, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Of one batch x length."""
     name = name_of(point)
     calls = [seconds for each in rows[row]["rounds"] for seconds in each[name]]
     return {
@@ -394,17 +391,17 @@ def point_facts(row: str, point: Point, rows: dict[str, dict[str, Any]]) -> dict
 
 
 def latencies(row: dict[str, Any], point: Point) -> list[float]:
-    """Median of each round."""
+    """Return the median latency of each round."""
     return [statistics.median(each[name_of(point)]) for each in row["rounds"]]
 
 
 def ratio(rows: dict[str, dict[str, Any]], slow: str, fast: str, point: Point) -> dict[str, float]:
-    """Latency of `slow` / latency of `fast`, paired within the rounds."""
+    """Return latency of `slow` / latency of `fast`, paired within the rounds."""
     return spread(ratios(latencies(rows[slow], point), latencies(rows[fast], point)))
 
 
 def matmul_rates(o: argparse.Namespace, config: Config, row: dict[str, Any]) -> list[float]:
-    """FLOP/s of the forward products in each round, by the faster of torch.mm and oneDNN."""
+    """Return the FLOP/s of the forward products in each round, by torch.mm or oneDNN, whichever is faster."""
     _, shapes = probe_sizes(o, config, "fp32")
     flops = sum(2 * rows * k * n * count for rows, k, n, count in shapes)
     rounds = [each[name_of(o.share_at)] for each in row["rounds"]]
@@ -414,7 +411,7 @@ def matmul_rates(o: argparse.Namespace, config: Config, row: dict[str, Any]) -> 
 def share(
     o: argparse.Namespace, config: Config, row: dict[str, Any], rates: Sequence[float]
 ) -> dict[str, float]:
-    """Of the matmul rate, at o.share_at."""
+    """Return the share of the matmul rate at o.share_at."""
     from bert_dp import cost
 
     batch, length = o.share_at
@@ -423,7 +420,7 @@ def share(
 
 
 def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the rows say at o.share_at, each with the rows that it is of."""
+    """Return the main comparisons at o.share_at, each with the names of its rows."""
     name = name_of(o.share_at)
 
     def best(pattern: str) -> str | None:
@@ -452,7 +449,7 @@ def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str
     return {"at": name, **figures}
 
 
-# ---- what is printed ----
+# ---- the printed tables ----
 
 
 def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterator[str]:
@@ -501,7 +498,7 @@ def main() -> None:
         print("\n".join(lines_of(o, name, model)))
     for row, reason in missing.items():
         print(f"absent: {row}: {reason}")
-    tell(f"{time.monotonic() - start:.0f} s in all")
+    print_progress(f"{time.monotonic() - start:.0f} s in total")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Measure one GPU: the parts of `make gpu` that tell how fast it is. Each is a function of a Place.
+"""Measure the speed of one GPU: the timed parts of `make gpu`. Each part is a function of a Place.
 
     python -m tests.gpu [--data SHARDS] [--total SECONDS] PART...
 
     machine     the device, its libraries, the time to the first kernel
-    compile     the first step of each variant of `step`: its kernels then lie in the cache
-    rates       copy, products at the model's own shapes, attention by backend
-    step        a whole step of the 120 M model beside ModernBERT, share of the matmul rate
-    bert        the same beside BERT, which needs more memory
-    micro-512, length-512    a step of ours with 512 sequences a micro batch, with 512 tokens a sequence
+    compile     the first step of each variant of `step`, which also fills the kernel cache
+    rates       rates of copies, of matrix products at the model's shapes, and of attention by backend
+    step        a whole step of the 120 M model and of ModernBERT, share of the matmul rate
+    bert        a whole step of the 120 M model and of BERT, which needs more memory
+    micro-512, length-512    a step with 512 sequences per micro batch, or with 512 tokens per sequence
     profile     two steps of a run: idle share, time by kernel
     pretrain    up to three minutes of pretraining: tokens/s, MFU, held-out loss
     tune, tune-512           the fastest micro batch by `tune batch`, at 128 and 512 tokens
-    optimizers  a step of AdamW, LAMB and Muon against the memory's rate
+    optimizers  a step of AdamW, LAMB and Muon, compared with the memory bandwidth
     scale       throughput of every engine by `scale`, on one GPU and on all
-    trainer     Hugging Face's Trainer beside ours for equal time
+    trainer     Hugging Face's Trainer and bert-dp for equal time
 
-In the short form the device is the CPU and everything is tiny: it shows that the parts run, and no speed.
+The short form runs tiny sizes on the CPU. It tests the parts and measures no speed.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from tests.helpers import read_json, read_lines
 from tests.resumable import newest_results
 from tests.shards import write_shards
 
-ACCELERATE_TOLERANCE = 0.05  # of ddp's throughput on one GPU
+ACCELERATE_TOLERANCE = 0.05  # share of ddp's throughput on one GPU
 VARIANTS = ("ours:regions", "ours:whole", "ours:narrow", "modernbert:whole")
 CRAMMED = {"layers": 16, "hidden": 768, "heads": 12, "intermediate": 1536, "vocab": 32_768, "sequence": 128}
 RECIPE = (
@@ -54,7 +54,7 @@ RECIPE = (
     "eval.every_steps=0",
     "checkpoint.every_steps=0",
 )
-"""The shipped recipe without its ramp, at a global batch that every micro batch up to 1,024 divides."""
+"""Settings over the shipped recipe: no batch ramp, and a global batch that all micro batches divide."""
 
 
 def machine(place: Place) -> Found:
@@ -81,7 +81,7 @@ def compile_kernels(place: Place) -> Found:
     def first_steps(number: int, variants: str) -> dict[str, float | str]:
         try:
             result = step_result(place, variants, number=number, rounds=1, warmup=0, accumulation=1)
-        except SystemExit as failed:  # all of them at once may not fit the GPU
+        except SystemExit as failed:  # all variants at once may exceed the GPU's memory
             return {variants: f"failed with exit code {failed.code}, see the log"}
         return {name: variant["first_step_s"] for name, variant in result["variants"].items()}
 
@@ -98,7 +98,7 @@ def rates(place: Place) -> Found:
     facts: dict[str, Any] = {"copy_tb_per_s": copy_bytes_per_s(place) / 1e12}
 
     def seconds(*shapes: tuple[int, int, int, int]) -> dict[str, float]:
-        """Medians of `step_speed.make_matmul`."""
+        """Return medians over rounds of `step_speed.make_matmul`."""
         measure = step_speed.make_matmul(o, shapes)
         rounds = [measure() for _ in range(3 if place.short else 8)][2:]
         return {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
@@ -127,14 +127,14 @@ def rates(place: Place) -> Found:
             with sdpa_kernel(backend):
                 found = seconds()["attention_s"]
             attention[backend.name.lower()] = 1e6 * found / (o.micro * o.sequence * o.layers)
-        except RuntimeError as error:  # not on this device
+        except RuntimeError as error:  # this device lacks the backend
             attention[backend.name.lower()] = str(error).splitlines()[0][:60]
     facts["attention_us_per_token_and_layer"] = attention
     return Found(facts, [])
 
 
 def step(place: Place, variants: str, micro: int = 256, sequence: int = 128, accumulation: int = 4) -> Found:
-    """`step_speed.py`, in turn, compiled, in bf16."""
+    """Run `step_speed.py` with these variants in bf16."""
     names = variants.split(",")
     if importlib.util.find_spec("transformers") is None:
         names = [name for name in names if name.startswith(("ours", "matmul"))]
@@ -172,8 +172,8 @@ def profile(place: Place) -> Found:
 
 
 def kernel_times(trace: Path) -> dict[str, Any]:
-    """GPU milliseconds and launches in a trace, the share of its length in which the GPU ran nothing,
-    and the milliseconds of the longest kernels."""
+    """Summarize a trace: GPU milliseconds, launches, the share of the time in which the GPU was idle, and the
+    milliseconds of the longest kernels."""
     total: dict[str, float] = {}
     launches, busy_us, until = 0, 0.0, float("-inf")
     timed = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("dur")]
@@ -191,7 +191,7 @@ def kernel_times(trace: Path) -> dict[str, Any]:
 
 
 def pretrain(place: Place) -> Found:
-    spare_s = 55.0  # set-up, compilation, two saves and the last evaluation
+    spare_s = 55.0  # for set-up, compilation, two saves and the last evaluation
     seconds = 5.0 if place.short else min(180.0, place.seconds - spare_s)
     settings = [f"schedule.hours={seconds / 3600}", "eval.every_steps=150", "log.every_steps=20"]
     if not place.short:
@@ -222,13 +222,13 @@ def tune(place: Place, length: int = 128) -> Found:
 
 
 def optimizers(place: Place) -> Found:
-    """A step of each optimizer beside the time to read and write its tensors once."""
+    """Compare a step of each optimizer with the time to read and write its tensors once."""
     size = ["--layers", "1", "--rounds", "1"] if place.short else ["--rounds", "15"]
     result = json.loads(
         run(script("optimizer_speed", "--device", place.device.type, *size), stdout=subprocess.PIPE)
     )
     rate = copy_bytes_per_s(place)
-    # weight, gradient and two moments are read, all but the gradient written
+    # weight, gradient and two moments are read; all but the gradient are written
     moved = 4 * 7 * result["parameters"]
     facts: dict[str, Any] = {"copy_tb_per_s": rate / 1e12}
     for name, timed in result.items():
@@ -240,8 +240,8 @@ def optimizers(place: Place) -> Found:
 
 
 def scale(place: Place) -> Found:
-    """Throughput, MFU and MAMFU. accelerate on one GPU must be as fast as ddp; fsdp copies all weights even
-    there, so it and zero1 are shown, not judged."""
+    """Measure throughput, MFU and MAMFU of the engines. On one GPU, accelerate must be as fast as ddp. zero1
+    and fsdp have no limit, because fsdp copies all weights even on one GPU."""
     micro = 2 if place.short else tuned_micro(place, 64)
     engines, tensor = ("ddp" if place.short else "ddp,zero1,fsdp"), []
     if place.devices % 2 == 0 and not place.short:
@@ -257,10 +257,10 @@ def scale(place: Place) -> Found:
     problems = [f"{name}: {cell['cause']}" for name, cell in cells.items() if cell["status"] != "ok"]
     names = ("tokens_per_s", "mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")
     facts = {name: {key: cell[key] for key in names} for name, cell in cells.items()}
-    ours, theirs = (cells.get(f"weak-{name}-n1", {}).get("tokens_per_s") for name in ("ddp", "accelerate"))
-    if ours and theirs and theirs < (1 - ACCELERATE_TOLERANCE) * ours:
+    ddp, accelerate = (cells.get(f"weak-{name}-n1", {}).get("tokens_per_s") for name in ("ddp", "accelerate"))
+    if ddp and accelerate and accelerate < (1 - ACCELERATE_TOLERANCE) * ddp:
         limit = 1 - ACCELERATE_TOLERANCE
-        problems.append(f"accelerate: {theirs / ours:.2f} of ddp's throughput on one GPU, limit {limit}")
+        problems.append(f"accelerate: {accelerate / ddp:.2f} of ddp's throughput on one GPU, limit {limit}")
     return Found({"micro_batch": micro, **facts}, problems)
 
 
@@ -272,7 +272,7 @@ def trainer(place: Place) -> Found:
         settings.append("batch.micro_size=128")
     record = place.folder / "hf_trainer.json"
     options = ["--ranks", "1", "--minutes", "0.02" if place.short else "1"]
-    options += ["--variants", "bert"] if place.short else []  # `pretrain` runs ours
+    options += ["--variants", "bert"] if place.short else []  # `pretrain` already runs `ours`
     options += ["--precision", "fp32" if place.short else "bf16", "--json", str(record)]
     folder = place.folder / "trainer"
     run(script("hf_trainer", str(folder), "--config", "crammed-bert", *set_options(settings), *options))
@@ -287,20 +287,20 @@ def trainer(place: Place) -> Found:
 
 
 def recipe(place: Place) -> list[str]:
-    """Settings over crammed-bert for a run on real text: the shards of `--data`, or the built-in text."""
+    """Return settings over crammed-bert for a run on the shards of `--data`, or else on the built-in text."""
     vocabulary = 512 if place.short else 4096
     data = ["data.sources=[builtin]", "data.build.max_tokens_per_char=1", f"model.vocab_size={vocabulary}"]
     if place.data is not None:
         data = [f"data.path={place.data}"]
     if not place.short:
         return [*RECIPE, *data]
-    # the text decides the first two, the part the third
+    # the text determines the first two, the part determines the third
     other = ("model.vocab_size", "data.sequence_length", "schedule.steps")
     return [*(item for item in TINY if not item.startswith(other)), "compile=off", *data]
 
 
 def train(place: Place, settings: list[str], *options: str) -> Path:
-    """Run `bert-dp train` on one GPU; returns the run directory, whose records are kept."""
+    """Run `bert-dp train` on one GPU and return the run directory."""
     run_dir = place.folder / "run"
     chosen = set_options([*recipe(place), *settings])
     run(command("train", "crammed-bert", *chosen, "--nproc", "1", "--run-dir", str(run_dir), *options))
@@ -308,7 +308,7 @@ def train(place: Place, settings: list[str], *options: str) -> Path:
 
 
 def verb(place: Place, words: str, length: int, settings: list[str], *options: str) -> dict[str, Any]:
-    """Run `scale` or `tune batch` for the crammed recipe at this sequence length; returns its result."""
+    """Run `scale` or `tune batch` for the crammed recipe at this sequence length, and return its result."""
     shards = write_shards(
         place.folder / "shards",
         vocab_size=64 if place.short else 32_768,
@@ -324,7 +324,7 @@ def verb(place: Place, words: str, length: int, settings: list[str], *options: s
 
 
 def step_result(place: Place, variants: str, *, number: int = 0, **sizes: int) -> dict[str, Any]:
-    """The record of step_speed.py at the size of the recipe."""
+    """Run step_speed.py at the size of the recipe and return its record."""
     record = place.folder / f"step_speed_{number}.json"
     options = ["--variants", variants, "--json", str(record)]
     if place.short:
@@ -342,13 +342,12 @@ def step_result(place: Place, variants: str, *, number: int = 0, **sizes: int) -
 
 
 def script(name: str, *options: str) -> list[str]:
-    """Command line of a benchmark script."""
     return [sys.executable, f"benchmarks/{name}.py", *options]
 
 
 def run(words: list[str], *, stdout: int | None = None) -> str:
-    """Run a command with its output in the log of the part; returns the output that `stdout` captures. Ends
-    the part where the command fails: the last line of the log then says why."""
+    """Run a command with its output in the log of the part, and return the output that `stdout` captures. If
+    the command fails, exit with its code; the last line of the log has the reason."""
     done = subprocess.run(words, cwd=ROOT, stdout=stdout, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)
@@ -356,13 +355,13 @@ def run(words: list[str], *, stdout: int | None = None) -> str:
 
 
 def tuned_micro(place: Place, otherwise: int) -> int:
-    """The micro batch that `tune` has chosen, or `otherwise` where it has not run."""
+    """Return the micro batch that `tune` chose, or `otherwise` if `tune` has not run."""
     earlier = newest_results(place.folder.parents[1] / "results.jsonl", "part").get("tune", {})
     return int(earlier.get("facts", {}).get("micro_batch", otherwise))
 
 
 def copy_bytes_per_s(place: Place) -> float:
-    """Bytes read and written by a large copy, per second."""
+    """Measure the bytes per second that a large copy reads and writes."""
     source = torch.empty(2**20 if place.short else 2**28, device=place.device)
     target, seconds = torch.empty_like(source), []
     for _ in range(7):

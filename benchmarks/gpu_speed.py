@@ -1,7 +1,7 @@
-"""Fit the constants of launcher/plan/gpu_speed.py to published rows of one GPU, and show how well they do.
+"""Fit the constants of launcher/plan/gpu_speed.py to published rows of one GPU, and print the fit's errors.
 
-python benchmarks/gpu_speed.py          # the errors of each source without its own rows
-python benchmarks/gpu_speed.py --yaml   # the constants, for hardware.yaml
+python benchmarks/gpu_speed.py          # errors of each source by a fit without its rows
+python benchmarks/gpu_speed.py --yaml   # constants for hardware.yaml
 """
 
 import math
@@ -21,7 +21,7 @@ from launcher.plan.gpu_speed import GpuStep
 from launcher.plan.scaling import BERT_MASK_RATE, MODELS
 from launcher.plan.step_model import GB, hardware
 
-# shares and factors that a fit starts from, and how far (in logarithms) rows may draw them
+# start value of each constant, and the width of its prior in natural logarithms
 START: dict[str, tuple[float, float]] = {
     "matmul_share.16-bit": (0.5, 0.2),
     "matmul_share.tf32": (0.6, 0.2),
@@ -37,7 +37,7 @@ START: dict[str, tuple[float, float]] = {
     "tokens": (300.0, 1.0),
     "optimizer_traffic": (1.0, 0.5),
 }
-NOISE = 0.15  # of the logarithm of a published rate
+NOISE = 0.15  # standard deviation of the logarithm of a published rate
 TF32_PEAK = {"A100": 156e12}  # NVIDIA A100 data sheet (2021)
 UNKNOWN_ACCUMULATION = 64
 FUSED = (
@@ -57,11 +57,11 @@ class Measured(NamedTuple):
     step: GpuStep
     framework: str
     accumulation: int
-    seconds: float  # of a micro batch, with its share of the optimizer
+    seconds: float  # time of a micro batch and its share of the optimizer step
 
 
 def framework_class(name: str) -> str:
-    """Return the class of a framework: eager, a plain graph, compiled kernels or hand-fused ones."""
+    """Return the class of a framework: eager, graph, compiled, or fused (hand-written fused kernels)."""
     if "XLA" in name or name.startswith("TF2+"):
         return "compiled"
     if name.startswith("TF"):
@@ -70,7 +70,7 @@ def framework_class(name: str) -> str:
 
 
 def measured(row: Row) -> Measured | None:
-    """Read a row; None for one of several GPUs or without a shape."""
+    """Convert a row. None if it has several GPUs or states no shapes."""
     if row["gpus"] != "1" or row["model"] not in MODELS or not row["seq_len"].isdigit():
         return None
     precision = {"AMP": "fp16", "FP16": "fp16"}.get(row["precision"], row["precision"].lower())
@@ -89,18 +89,18 @@ def measured(row: Row) -> Measured | None:
 
 
 def device_of(row: Measured) -> tuple[float, float, str]:
-    """Return what tells a device and its precision apart."""
+    """Return a key that identifies the device and precision of a row."""
     return row.step.peak, row.step.memory, row.step.precision
 
 
 def predicted_s(row: Measured, constants: dict[str, Any]) -> float:
-    """Predict the seconds of a micro batch with its share of the optimizer."""
+    """Predict the time of a micro batch and its share of the optimizer step, in seconds."""
     micro_s, optimizer_s = gpu_speed.estimate(row.step, row.framework, constants)
     return micro_s + optimizer_s / row.accumulation
 
 
 def nested(values: dict[str, float]) -> dict[str, Any]:
-    """Return `a.b` names as nested dictionaries."""
+    """Convert names such as `a.b` to nested dictionaries."""
     tree: dict[str, Any] = {"spread": 0.0}
     for name, value in values.items():
         group, _, key = name.partition(".")
@@ -112,7 +112,7 @@ def nested(values: dict[str, float]) -> dict[str, Any]:
 
 
 def fit(rows: list[Measured]) -> dict[str, Any]:
-    """Fit all constants by robust least squares of logarithms; a source weighs as the root of its rows."""
+    """Fit all constants by robust least squares of logarithms. A source of n rows has the weight sqrt(n)."""
     from scipy.optimize import least_squares
 
     start = np.log([value for value, _ in START.values()])
@@ -131,8 +131,8 @@ def fit(rows: list[Measured]) -> dict[str, Any]:
 
 
 def left_out_errors(rows: list[Measured]) -> list[tuple[Measured, bool, float]]:
-    """Return each row, whether another source has its device and precision, and ln(predicted / measured rate)
-    by a fit without its source."""
+    """Return (row, seen, error) for each row. `seen`: another source has the row's device and precision;
+    `error`: ln(predicted / measured rate) by a fit without the row's source."""
     errors = []
     for source in sorted({row.row["source"] for row in rows}):
         others = [row for row in rows if row.row["source"] != source]
@@ -146,7 +146,7 @@ def left_out_errors(rows: list[Measured]) -> list[tuple[Measured, bool, float]]:
 
 
 def floor(rows: list[Measured]) -> float:
-    """Return the median error that rows alike in all inputs leave: each against the mean of its likes."""
+    """Return the median deviation of rows with equal inputs from their mean, which no fit can explain."""
     groups: dict[object, list[float]] = {}
     for row in rows:
         groups.setdefault((row.step, row.framework), []).append(row.seconds)
@@ -165,7 +165,7 @@ def main() -> None:
                 f"device {name}: {len(each)} rows, median {np.median(each):.1%}, "
                 f"90th percentile {np.percentile(each, 90):.1%}"
             )
-    print(f"rows alike in all inputs: {floor(rows):.1%}")
+    print(f"rows with equal inputs differ by {floor(rows):.1%} (median)")
     constants = fit(rows)
     constants["spread"] = float(np.std([error for *_, error in errors]))
     if "--yaml" in sys.argv:

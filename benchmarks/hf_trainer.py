@@ -1,17 +1,17 @@
-"""Pretraining for equal time: `bert-dp train` beside Hugging Face's Trainer as its run_mlm example uses it.
+"""Compare pretraining for equal time: `bert-dp train` and Hugging Face's Trainer, used as in run_mlm.py.
 
     python benchmarks/hf_trainer.py OUT [--config small-text] [--set a.b=v ...] [--minutes 10] [--ranks 2]
         [--variants ours,bert,modernbert] [--precision fp32] [--json FILE]
 
-    ours        `bert-dp train` as it is
+    ours        `bert-dp train`
     bert        transformers BertForMaskedLM of the same width, depth and feed-forward size
     modernbert  transformers ModernBertForMaskedLM of the same sizes, global attention
 
-One after the other, each with every rank, on the shards that `bert-dp data build` made: the same sequences,
-tokenizer and held-out text. The peers mask by DataCollatorForLanguageModeling at its default rate, and train
-with run_mlm's linear schedule, here with a tenth of warm-up, our peak rate and our batches: a short run
-before tells how many steps fit the time. Evaluations are outside the time. Held-out loss is the same measure
-for all: the same sequences with the same positions hidden at 15 % (bert_dp.tasks.mlm).
+The variants run one after the other, each on all ranks, on shards of `bert-dp data build`: with the same
+sequences, tokenizer and held-out text. The transformers models use DataCollatorForLanguageModeling at its
+default mask rate and run_mlm's linear schedule, with 10 % warmup and the peak learning rate and batches of
+bert-dp; a short run determines how many steps fit the time. Evaluations are not timed. The held-out loss of
+every variant is over the same sequences with the same positions masked at 15 % (bert_dp.tasks.mlm).
 """
 
 import argparse
@@ -40,7 +40,7 @@ from bert_dp.tasks.mlm import EVAL_MASK_RATE
 from launcher import job
 
 VARIANTS = ("ours", "bert", "modernbert")
-WARMUP = 0.1  # of the steps
+WARMUP = 0.1  # share of the steps
 CALIBRATION_STEPS = 12
 EVALUATIONS = 10
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser = records.make_parser(__doc__, "--set", "--json")
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", default="small-text")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of training, for each")
+    parser.add_argument("--minutes", type=float, default=10.0, help="training time per variant")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def ours(o: argparse.Namespace) -> dict[str, Any]:
-    """A run of ours for the time."""
+    """Run `bert-dp train` for the given time and return its figures."""
     run_dir = o.out / "ours"
     settings = records.set_options(
         [
@@ -96,7 +96,7 @@ def ours(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(o: argparse.Namespace, name: str) -> dict[str, Any]:
-    """A run of Hugging Face's Trainer for the time, its ranks started by torchrun."""
+    """Run Hugging Face's Trainer for the given time, on ranks started by torchrun, and return its figures."""
     options = ["--minutes", str(o.minutes), "--precision", o.precision, "--worker", name]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(o.ranks), __file__, str(o.out)]
@@ -107,7 +107,7 @@ def peer(o: argparse.Namespace, name: str) -> dict[str, Any]:
     return variant
 
 
-# ---- one rank of a peer ----
+# ---- one rank of a transformers variant ----
 
 
 def make_model(name: str, config: Config) -> Any:
@@ -129,7 +129,7 @@ def make_model(name: str, config: Config) -> Any:
 
 
 def train_peer(o: argparse.Namespace) -> None:
-    """Calibrate, train for the time, write OUT/NAME.json."""
+    """Calibrate the number of steps, train for the given time, and write OUT/NAME.json."""
     from transformers import (
         DataCollatorForLanguageModeling,
         PreTrainedTokenizerFast,
@@ -144,7 +144,7 @@ def train_peer(o: argparse.Namespace) -> None:
     shards = Shards(path, manifest, "train")
 
     class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
-        """What `datasets` would give."""
+        """Training set in the form of the `datasets` library."""
 
         def __len__(self) -> int:
             return len(shards)
@@ -163,7 +163,7 @@ def train_peer(o: argparse.Namespace) -> None:
     measure = held_out_measure(config, Shards(path, manifest, "held_out"))
 
     class Clock(TrainerCallback):
-        """Seconds of training without evaluations, and the held-out loss as training goes."""
+        """Seconds of training without evaluations, and the held-out losses during training."""
 
         def __init__(self, every: int):
             self.every, self.seconds, self._since = every, 0.0, 0.0
@@ -213,7 +213,7 @@ def train_peer(o: argparse.Namespace) -> None:
         return clock
 
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    run(2, 0)  # what only the first steps cost
+    run(2, 0)  # keeps the extra cost of the first steps out of the calibration
     rate = CALIBRATION_STEPS / run(CALIBRATION_STEPS, 0).seconds
     model.load_state_dict(start)
     rank_0_steps = [max(EVALUATIONS, round(60 * o.minutes * rate))]
@@ -233,12 +233,12 @@ def train_peer(o: argparse.Namespace) -> None:
 
 
 def held_out_measure(config: Config, shards: Shards) -> Callable[[Any], float]:
-    """Mean loss over the hidden positions, of a model that takes input_ids and labels; collective."""
-    hidden = num_masked(EVAL_MASK_RATE, config.data.sequence_length)
+    """Return a function for the mean loss of a model over masked positions, which all ranks must call."""
+    masked = num_masked(EVAL_MASK_RATE, config.data.sequence_length)
     batches = held_out_batches(
         shards,
         micro_size=config.batch.micro_size,
-        num_masked=hidden,
+        num_masked=masked,
         max_sequences=config.eval.max_sequences,
         dp_rank=int(os.environ["RANK"]),
         dp_size=int(os.environ["WORLD_SIZE"]),
@@ -265,7 +265,7 @@ def held_out_measure(config: Config, shards: Shards) -> Callable[[Any], float]:
 
 
 def loss_at(evals: list[list[float]], tokens: int) -> float:
-    """Held-out loss after so many tokens, between two evaluations on a line over log tokens."""
+    """Return the held-out loss after `tokens`, interpolated linearly in log(tokens) between evaluations."""
     logs, losses = [math.log(seen) for seen, _ in evals], [loss for _, loss in evals]
     return float(np.interp(math.log(tokens), logs, losses))
 

@@ -1,9 +1,9 @@
-"""Time of one optimizer step on the 120 M model: LAMB (eager, compiled; on a GPU there is one form) and Muon
-beside fused AdamW.
+"""Time one optimizer step of the 120 M model: LAMB (eager and compiled) and Muon, compared with fused AdamW.
 
     python benchmarks/optimizer_speed.py [--rounds 5] [--threads 2] [--device cpu|cuda]
 
-In turn within each round; medians and ratios over the rounds. Random gradients, no clipping. Prints JSON.
+The optimizers alternate within each round; medians and ratios are over the rounds. Gradients are random and
+not clipped. On a GPU, LAMB has only one form. Prints JSON.
 """
 
 import json
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     o = parser.parse_args()
     torch.set_num_threads(o.threads)
-    keep_freed_memory()  # as every CPU rank does
+    keep_freed_memory()  # every CPU rank does this too
     device = torch.device(o.device)
     model = build_model(ModelConfig(num_layers=o.layers), 128, seed=0).to(device)
     generator = torch.Generator(device).manual_seed(0)
@@ -60,7 +60,7 @@ def main() -> None:
             start = time.perf_counter()
             optimizer.step()
             synchronize(device)
-            if number:  # the first compiles and makes the state
+            if number:  # the first round compiles and creates the optimizer state
                 seconds[name].append(time.perf_counter() - start)
     result: dict[str, Any] = {
         "environment": {"torch": torch.__version__, "device": o.device, "threads": o.threads},

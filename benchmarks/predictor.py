@@ -1,12 +1,12 @@
-"""`bert-dp plan scaling` against published tables: each series is calibrated on its smallest row alone.
+"""Compare `bert-dp plan scaling` with published tables. Each series is calibrated on its smallest row only.
 
     python benchmarks/predictor.py [--rows FILE] [--verbose] [--sensitivity] [--leave-one-out] [--json FILE]
 
-The micro batch's time comes from the base row; links, memory and all constants come from
-launcher/plan/hardware.yaml; every other row is predicted. Prints the error of the efficiency in points, by
-tier and source, with and without the rows that communication is known not to explain
-(published_rows.DO_NOT_FIT), and the rows that miss; beside it the error of "efficiency is 1". --sensitivity
-moves the two constants, --leave-one-out picks both on all other sources.
+The time of a micro batch comes from the base row. Links, memory and all constants come from
+launcher/plan/hardware.yaml. Every other row is predicted. Prints the error of the efficiency in points, by
+tier and source, with and without the rows that communication cannot explain (published_rows.DO_NOT_FIT); the
+rows with large errors; and the error of predicting efficiency 1 everywhere. --sensitivity varies the two
+constants. --leave-one-out chooses both for each source from all other sources.
 """
 
 import argparse
@@ -39,17 +39,17 @@ TIERS: dict[str, tuple[str, Callable[[Row], bool]]] = {
         lambda r: r["id"].startswith("dle19-mn-DGX2H-s128") and int(r["gpus"]) >= 256,
     ),
     "D": ("fine-tuning, overlap on", lambda r: "-squad-" in r["id"]),
-    "E": ("starved of bandwidth, read off a chart", lambda r: r["id"].startswith("onebit-adam-")),
+    "E": ("too little bandwidth, values read from a chart", lambda r: r["id"].startswith("onebit-adam-")),
 }
 
 
 def family(row: Row) -> str:
-    """The project that published it."""
+    """Return the project that published a row."""
     return re.split(r"[@:\s(]", row["source"])[0] + " " + row["framework"].split()[0]
 
 
 def predict_all(rows: list[Row], constants: Constants) -> tuple[list[TrialOutcome], list[tuple[Row, str]]]:
-    """Every row but the bases themselves, and those that cannot be predicted with the reason."""
+    """Return the outcomes of all rows except base rows, and the unpredictable rows with the reason."""
     done, refused = [], []
     for row in rows:
         if row["gpus"] == row["base_gpus"]:
@@ -62,7 +62,7 @@ def predict_all(rows: list[Row], constants: Constants) -> tuple[list[TrialOutcom
 
 
 def errors(outcomes: Sequence[TrialOutcome]) -> dict[str, Any]:
-    """Absolute errors in points of efficiency."""
+    """Summarize the absolute errors of the efficiency in percentage points."""
     points = sorted(abs(o.points) for o in outcomes)
     if not points:
         return {"rows": 0, "median": None, "p90": None, "max": None, "bias": None}
@@ -80,7 +80,7 @@ def kept(outcomes: Sequence[TrialOutcome]) -> list[TrialOutcome]:
 
 
 def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
-    """The headline under other constants: what was not tuned shows here."""
+    """Return the headline errors for a grid of the two constants."""
     return [
         {"device_spread": s, "overlap_gain": g, **errors(kept(predict_all(rows, Constants(s, g))[0]))}
         for s in SPREADS
@@ -89,7 +89,7 @@ def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
-    """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
+    """Return the errors of each source with the constants of the lowest median + p90 / 2 on all others."""
     grid = {(s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS}
     sources: list[dict[str, Any]] = []
     pooled: list[TrialOutcome] = []
@@ -108,8 +108,8 @@ def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
 
 def tier_figures(outcomes: Sequence[TrialOutcome]) -> dict[str, Any]:
     out = {}
-    for tier, (what, holds) in TIERS.items():
-        mine = [o for o in outcomes if holds(o.row)]
+    for tier, (what, includes) in TIERS.items():
+        mine = [o for o in outcomes if includes(o.row)]
         speed = sorted(abs(o.predicted / o.measured - 1) for o in mine)
         middle, top = (statistics.median(speed), speed[-1]) if speed else (None, None)
         out[tier] = {"what": what, **errors(mine), "throughput_median": middle, "throughput_max": top}
@@ -160,13 +160,13 @@ def show(name: str, e: dict[str, Any]) -> None:
 
 def report(figures: dict[str, Any], verbose: bool) -> None:
     print(f"{'absolute error of the efficiency, points':44} rows  median     p90     max    bias")
-    show("rows that were not fitted", figures["headline"])
-    show("the same, predicted as efficiency 1", figures["efficiency_1"])
-    show("with those known not to be communication", figures["with_dropped"])
+    show("all rows except those of DO_NOT_FIT", figures["headline"])
+    show("the same rows, predicted as efficiency 1", figures["efficiency_1"])
+    show("with rows that communication cannot explain", figures["with_dropped"])
     for tier, e in figures["tiers"].items():
         show(f"tier {tier}: {e['what']}", e)
         if e["rows"]:
-            speed = f"{100 * e['throughput_median']:.1f} % median, {100 * e['throughput_max']:.1f} % greatest"
+            speed = f"{100 * e['throughput_median']:.1f} % median, {100 * e['throughput_max']:.1f} % maximum"
             print(f"{'':8}error of the throughput: {speed}")
     for name, e in figures["sources"].items():
         show(name, e)
@@ -186,10 +186,10 @@ def report(figures: dict[str, Any], verbose: bool) -> None:
 
 def main() -> None:
     parser = records.make_parser(__doc__, "--date", "--json")
-    parser.add_argument("--rows", type=Path, default=published_rows.ROWS, help="another file of such rows")
-    parser.add_argument("--sensitivity", action="store_true")
-    parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--verbose", action="store_true", help="every row, not only those that miss")
+    parser.add_argument("--rows", type=Path, default=published_rows.ROWS, help="CSV file of published rows")
+    parser.add_argument("--sensitivity", action="store_true", help="vary the constants")
+    parser.add_argument("--leave-one-out", action="store_true", help="leave out one source at a time")
+    parser.add_argument("--verbose", action="store_true", help="print all rows")
     o = parser.parse_args()
     figures = result(published_rows.read(o.rows), o)
     report(figures, o.verbose)

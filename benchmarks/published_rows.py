@@ -1,7 +1,7 @@
-"""Rows of published BERT throughput as scenarios of the predictor, or the reason why a row is none.
+"""Convert rows of published BERT throughput to scenarios of the predictor, or give the reason why not.
 
-Nothing here is fitted: a row's columns say what was sent and over what, and the sources below say how its
-framework does it.
+Nothing is fitted. The columns of a row state the gradients and the links, and the sources cited in comments
+state how the framework reduces gradients.
 """
 
 import csv
@@ -24,8 +24,8 @@ from launcher.scale.models import StepProfile
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
 
-GPUS = {"V100": "V100-32G", "A100-SXM-40G": "A100-40G"}  # other names of those in hardware.yaml
-INTRA = (  # first word that the column holds
+GPUS = {"V100": "V100-32G", "A100-SXM-40G": "A100-40G"}  # other name -> name in hardware.yaml
+INTRA = (  # text in the column -> link in hardware.yaml; the first match counts
     ("hybrid cube mesh", "nvlink2"),
     ("8x V100 SXM2", "nvlink2"),
     ("NVSwitch 300", "nvswitch2"),
@@ -39,32 +39,32 @@ INTRA = (  # first word that the column holds
 )
 INTER = (("EDR", "ib-edr"), ("HDR", "ib-hdr"), ("NDR", "ib-ndr"), ("FDR", "ib-fdr"), ("OPA", "opa100"))
 
-# Bytes an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v: 28.
-# Fused LAMB (apex) also writes the update, takes its norm and the weights', and reads both again: 52. Written
-# as plain operations of a graph (TensorFlow's BERT, optimization.py) each operation reads and writes: 39 and
-# 45 passes of 4 bytes: next_m (7), next_v (9), the ratio (7), decay (5), rate (2), new weights (3), assigning
-# (6), and for LAMB both corrections (4) and norms (2).
+# Bytes that an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v:
+# 28. Fused LAMB (apex) also writes the update, computes two norms, and reads update and weights again: 52. In
+# a graph of unfused operations (TensorFlow's BERT, optimization.py), every operation reads and writes: Adam
+# makes 39 passes of 4 bytes, next_m (7), next_v (9), ratio (7), decay (5), rate (2), new weights (3) and
+# assignments (6); LAMB makes 45, because it adds both corrections (4) and norms (2).
 FUSED, PLAIN = {"Adam": 28, "LAMB": 52}, {"Adam": 156, "LAMB": 180}
-# Horovod waits for its next cycle before it reduces what has become ready: 5 ms until 0.21 (its change 2468)
+# Horovod waits for its next cycle before it reduces ready gradients: 5 ms until version 0.21 (change 2468)
 HOROVOD_CYCLE_S, HOROVOD_FUSION = 0.005, 64 * step_model.MIB
 APEX_MESSAGE = 10_000_000  # elements
 
-DO_NOT_FIT = (  # reasons: see the reference of the file
-    (r"pdperf-pt-.*-32$", "the loss at accumulation 22 cannot be the all-reduce: host and driver differ"),
-    (r"dle22-TF32-s512-strong-(128|256)$", "an outlier: 0.78 where AMP keeps 0.95"),
-    (r"dletf2-mn-A100-TF32-s512-", "0.86 at 2 nodes already, with 96 micro batches between reductions"),
-    (r"dle19-mn-DGX1-", "a loss of 12 % with 32 to 512 micro batches between reductions is none of theirs"),
+DO_NOT_FIT = (  # pattern of the row's id, reason
+    (r"pdperf-pt-.*-32$", "the all-reduce cannot cause the loss at accumulation 22: host and driver differ"),
+    (r"dle22-TF32-s512-strong-(128|256)$", "an outlier: efficiency 0.78, but 0.95 with AMP"),
+    (r"dletf2-mn-A100-TF32-s512-", "0.86 already at 2 nodes, with 96 micro batches between reductions"),
+    (r"dle19-mn-DGX1-", "reductions cannot cost 12 % with 32 to 512 micro batches between them"),
     (r"mlperf", "micro batches differ between the rows"),
 )
 
 
 class NotPredictable(Exception):
-    """Why."""
+    """Error for a row that cannot be predicted; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """Of the whole file, from hardware.yaml unless asked otherwise."""
+    """Constants of the predictor, by default from hardware.yaml."""
 
     spread: float = dataclasses.field(default_factory=lambda: constant("device_spread"))
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
@@ -81,8 +81,8 @@ def shipped() -> tuple[Row, ...]:
 
 
 def base_of(row: Row, rows: list[Row]) -> Row:
-    """The row that `row` counts its efficiency from, among `rows` or those committed; where both lack it,
-    `base_seq_per_s` with the same batch and accumulation."""
+    """Return the row relative to which `row` states its efficiency, from `rows` or the shipped rows. If it is
+    missing, build it from `base_seq_per_s` with the same batch and accumulation."""
     stem = re.sub(r"-\d+(-\d?opa)?$", "", row["id"])
     for other in (*rows, *shipped()):
         same = other["id"] == f"{stem}-{row['base_gpus']}" or (
@@ -102,8 +102,8 @@ def reason_not_to_fit(row: Row, efficiency: float) -> str | None:
 
 
 def inter_link(text: str) -> tuple[LinkSpec, int]:
-    """`8x HDR IB 200Gb/s (DGX A100)`, `1x EDR IB 100Gb/s per node`, `40GbE, 4.1 Gb/s effective (iperf)`: the
-    link of one NIC and their number. Raises NotPredictable."""
+    """Return the link of one NIC and the number of NICs from a text such as `8x HDR IB 200Gb/s (DGX A100)` or
+    `40GbE, 4.1 Gb/s effective (iperf)`. Raises NotPredictable."""
     if effective := re.search(r"([\d.]+)\s*Gb/s effective", text):
         kind = find_link("ethernet40")
         return dataclasses.replace(kind, gb_s=float(effective[1]) / 8, reach=1.0), 1
@@ -113,19 +113,19 @@ def inter_link(text: str) -> tuple[LinkSpec, int]:
             return find_link(name), count
     if ethernet := re.search(r"\b(10|25|40|100|200)\s*GbE", text):
         return find_link(f"ethernet{ethernet[1]}"), count
-    raise NotPredictable(f"link between nodes not stated: {text!r}")
+    raise NotPredictable(f"link between the nodes not stated: {text!r}")
 
 
 @dataclasses.dataclass(frozen=True)
 class AllToAllFabric(Fabric):
-    """Compressed gradients (1-bit Adam) go by all-to-all, not by a ring: the parts, and then the sums."""
+    """Network for compressed gradients (1-bit Adam): one all-to-all of the parts, then one of the sums."""
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
         return 2 * self.all_to_all_seconds(size, ranks)
 
     def all_to_all_seconds(self, size: float, ranks: int) -> float:
-        """Every rank sends each other one its part of `size` bytes: unlike a ring, all of a node's ranks
-        cross its NICs with most of what they hold."""
+        """Return the time in which every rank sends each other rank a part of its `size` bytes. Unlike in a
+        ring, all ranks of a node send most of their data through the node's NICs."""
         if ranks <= 1 or size <= 0:
             return 0.0
         bus = self.bus_gb_s(ranks) * GB
@@ -148,8 +148,8 @@ def fabric(row: Row) -> Fabric:
 
 
 def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, float]:
-    """The row as it would be asked for, and the seconds of a step that its framework's own ways add; its
-    profile has a micro batch of 1 s. Raises NotPredictable."""
+    """Return a profile whose micro batch takes 1 s, the scenario, and the seconds that the framework adds to
+    a step. Raises NotPredictable."""
     if row["model"] not in MODELS or not row["seq_len"].isdigit() or not row["micro_batch"]:
         raise NotPredictable("batch, sequence length or parallelism not stated")
     model, width = MODELS[row["model"]], float(row["grad_bytes_per_param"])
@@ -172,14 +172,14 @@ def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, flo
         hidden_size=model.hidden_size,
     )
     links = fabric(row)
-    # gradients are copied into the buffer and out of it, each read and written
-    beside_s = 4 * parameters * width / memory + sparse_embedding_s(row, model, links)
+    # gradients are copied into the buffer and out of it; each copy reads and writes
+    extra_s = 4 * parameters * width / memory + sparse_embedding_s(row, model, links)
     if "Horovod" in row["framework"]:
-        beside_s += HOROVOD_CYCLE_S
+        extra_s += HOROVOD_CYCLE_S
     bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else step_model.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
-    question = step_model.Scenario(
+    setup = step_model.Scenario(
         links,
         int(row["gpus"]),
         accumulation=accumulation(row),
@@ -189,13 +189,13 @@ def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, flo
         bucket_bytes=bucket,
         first_bucket=None,
     )
-    return profile, question, beside_s if question.replicas > 1 else 0.0
+    return profile, setup, extra_s if setup.replicas > 1 else 0.0
 
 
 def micro_s_of(step_s: float, scenario: Scenario, profile: StepProfile) -> float:
-    """T_micro of a profile from a measured step: the time that makes `predict` give `step_s`. The exposed
-    time depends on it through what overlaps, so it is found by bisection. Raises NotPredictable when the step
-    is shorter than what does not depend on it."""
+    """Return the micro-batch time for which `predict` returns `step_s`. It is found by bisection, because the
+    exposed communication depends on it. Raises NotPredictable if the step is shorter than its communication
+    and optimizer."""
 
     def at(micro_s: float) -> float:
         return step_model.predict(step_model.with_micro_s(profile, micro_s), scenario).step_time_s
@@ -210,10 +210,13 @@ def micro_s_of(step_s: float, scenario: Scenario, profile: StepProfile) -> float
 
 
 def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
-    """TensorFlow joins the look-up's sparse gradient and the tied decoder's dense one into one sparse
-    gradient of V + tokens rows (eager/backprop.py) in fp32, and its own strategies do not reduce that: over
-    nodes every rank gathers all, within one a single GPU joins them and sends the whole to each
-    (cross_device_ops.py: "efficient allreduce is not supported")."""
+    """Return the seconds per step for the embedding's gradient in TensorFlow's own multi-worker strategy.
+
+    TensorFlow combines the sparse gradient of the lookup and the dense gradient of the tied decoder into one
+    sparse fp32 gradient of V + tokens rows (eager/backprop.py), and does not all-reduce it. Over nodes, every
+    rank gathers all of them. Within a node, one GPU combines them and sends the result to each other GPU
+    (cross_device_ops.py: "efficient allreduce is not supported").
+    """
     ranks = int(row["gpus"])
     if ranks == 1 or "MultiWorkerMirrored" not in row["framework"]:
         return 0.0
@@ -225,7 +228,8 @@ def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
 
 
 def accumulation(row: Row) -> int:
-    """1 where the table states none: the losses of those rows are in proportion to the gradients' bytes."""
+    """Return the accumulation. It is 1 if not stated, because the losses of such rows are proportional to the
+    bytes of the gradients."""
     return int(float(row["accum"] or 1))
 
 
@@ -235,19 +239,19 @@ def step_s(row: Row) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TrialOutcome:
-    """One row, predicted from its base alone."""
+    """A row with its prediction, which uses no other measurement than the base row."""
 
     row: Row
     measured: float
-    """Efficiency against the base row."""
+    """Efficiency relative to the base row."""
     predicted: float
     step_s: float
     dropped: str | None
-    """Why it is on the list of rows not to fit."""
+    """Reason not to fit the row; None if there is none."""
 
     @property
     def points(self) -> float:
-        """Error of the efficiency, in points."""
+        """Return the error of the efficiency in percentage points."""
         return 100 * (self.predicted - self.measured)
 
 
@@ -255,12 +259,12 @@ def outcome(row: Row, rows: list[Row], constants: Constants) -> TrialOutcome:
     """Predict the efficiency of a row from its base. Raises NotPredictable."""
     base = base_of(row, rows)
     if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
-        raise NotPredictable("micro batch differs from the base's, so its own speed does")
-    base_profile, base_scenario, base_beside_s = scenario(base, constants)
-    profile, question, beside_s = scenario(row, constants)
-    micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
-    whole_s = step_model.predict(step_model.with_micro_s(profile, micro_s), question).step_time_s + beside_s
+        raise NotPredictable("the micro batch differs from the base row's, and so does its speed")
+    base_profile, base_scenario, base_extra_s = scenario(base, constants)
+    profile, setup, extra_s = scenario(row, constants)
+    micro_s = micro_s_of(step_s(base) - base_extra_s, base_scenario, base_profile)
+    whole_s = step_model.predict(step_model.with_micro_s(profile, micro_s), setup).step_time_s + extra_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
-    sequences = profile.micro_batch * question.accumulation / whole_s
+    sequences = profile.micro_batch * setup.accumulation / whole_s
     return TrialOutcome(row, measured, sequences / per_gpu, whole_s, reason_not_to_fit(row, measured))

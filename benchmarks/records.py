@@ -1,4 +1,4 @@
-"""What the benchmark scripts share of their command line and their record."""
+"""Define options, commands and records that the benchmark scripts share."""
 
 import argparse
 import contextlib
@@ -19,15 +19,15 @@ from launcher.machine.environment import probe
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {
     "--set": {"dest": "settings", "action": "append", "default": [], "metavar": "a.b=v"},
-    "--date": {"help": "for the record, as YYYY-MM-DD (default: today)"},
-    "--json": {"type": Path, "metavar": "FILE", "help": "write environment and raw figures here"},
+    "--date": {"help": "date of the record, as YYYY-MM-DD (default: today)"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "file for the environment and the raw figures"},
 }
 TUNED = ("MALLOC_", "GLIBC_", "THP_", "OMP_", "MKL_", "KMP_", "LD_PRELOAD", "TORCHINDUCTOR_")
-"""Beginnings of the environment variables that change a speed."""
+"""Prefixes of environment variables that affect speed."""
 
 
 def make_parser(description: str | None, *options: str) -> argparse.ArgumentParser:
-    """A parser with some of OPTIONS, which shows the description as it is laid out."""
+    """Create a parser with some of OPTIONS; its help keeps the line breaks of the description."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,7 +37,7 @@ def make_parser(description: str | None, *options: str) -> argparse.ArgumentPars
 
 
 def check_names(parser: argparse.ArgumentParser, option: str, text: str, choices: Iterable[str]) -> list[str]:
-    """The names of a list with commas; ends the program where one is not among the choices."""
+    """Split a comma-separated list of names. Exits if a name is not among the choices."""
     names = text.split(",")
     if unknown := set(names) - set(choices):
         parser.error(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(choices)}")
@@ -45,22 +45,22 @@ def check_names(parser: argparse.ArgumentParser, option: str, text: str, choices
 
 
 def set_options(settings: Iterable[str]) -> list[str]:
-    """`--set SETTING` for each."""
+    """Return `--set SETTING` for each setting."""
     return [part for setting in settings for part in ("--set", setting)]
 
 
 def bert_dp(*words: str) -> None:
-    """Run a verb of this checkout, its output on stderr; end the program where it fails or was stopped."""
+    """Run a verb of this checkout with its output on stderr. Exits if the verb fails or is stopped."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command, environ = [sys.executable, "-m", "launcher", *words], {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, stdout=sys.stderr, check=False)
     if done.returncode:
-        print(f"error: bert-dp {shlex.join(words)} ended with {done.returncode}", file=sys.stderr)
+        print(f"error: bert-dp {shlex.join(words)} exited with code {done.returncode}", file=sys.stderr)
         sys.exit(done.returncode if done.returncode > 0 else 1)
 
 
 def git(*arguments: str) -> str:
-    """Output of a git command in this checkout; "" where git or the repository is absent."""
+    """Run a git command in this checkout and return its output; "" if git or the repository is absent."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -69,8 +69,8 @@ def git(*arguments: str) -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout: $BERT_DP_COMMIT, git's answer, or the file COMMIT of a copy without .git
-    (`make gpu-kit`). "" = unknown."""
+    """Return the commit of this checkout from $BERT_DP_COMMIT, from git, or from the file .gpukit/COMMIT of
+    a copy without .git (`make gpu-kit`). "" = unknown."""
     if found := os.environ.get("BERT_DP_COMMIT") or git("rev-parse", "HEAD"):
         return found
     file = ROOT / ".gpukit" / "COMMIT"
@@ -78,8 +78,8 @@ def commit() -> str:
 
 
 def environment(date: str | None = None, **facts: Any) -> dict[str, Any]:
-    """Return what a run's environment.json says of this machine, the command without folders, the date (None:
-    today's), the load, and `facts`."""
+    """Return the contents of environment.json for this machine, with folders removed from the command, plus
+    the date (None = today), the load average and `facts`."""
     machine = probe(ROOT).to_json()
     for package in ("onnx", "onnxruntime"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -95,7 +95,7 @@ def environment(date: str | None = None, **facts: Any) -> dict[str, Any]:
 
 
 def environment_of(o: argparse.Namespace, hidden: Iterable[str] = ()) -> dict[str, Any]:
-    """`environment` with the variables that change a speed, and all options but those `hidden`."""
+    """Return `environment` with the variables that affect speed, and all options except those in `hidden`."""
     left_out = {"json", "date", *hidden}
     return environment(
         o.date,
@@ -105,6 +105,6 @@ def environment_of(o: argparse.Namespace, hidden: Iterable[str] = ()) -> dict[st
 
 
 def write(path: Path | None, record: dict[str, Any]) -> None:
-    """The record, where --json names a file."""
+    """Write the record if --json named a file."""
     if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,41 +1,43 @@
-"""Whole training steps of ours beside other BERT implementations, and their share of the matmul rate.
+"""Compare whole training steps of bert-dp and other BERTs, also as a share of the matmul rate.
 
     python benchmarks/step_speed.py [--variants ours:eager,...] [--cramming CHECKOUT] [--json FILE]
 
-A step is `accumulation` micro batches (forward, backward), clipping at 0.5, AdamW, gradients freed. All get
-the same tokens and masks: exactly a quarter of every sequence, 26/3/3 of 32. Dropout is 0 everywhere (in the
-original by eval mode, as it pretrains). All use torch's fused AdamW with the recipe's numbers, so only the
-models and the loop around them differ; ours runs by bert_dp.training.loop.train_step and the `single` engine.
+A step is `accumulation` micro batches (forward, backward), clipping at 0.5, AdamW, and freeing the gradients.
+All variants get the same tokens and masks: exactly a quarter of each sequence, of which 26/32 are replaced by
+the mask, 3/32 by a random token, and 3/32 kept. Dropout is 0 (cramming pretrains in eval mode). All variants
+use torch's fused AdamW with the recipe's settings, so only the models and the loop around them differ. `ours`
+uses bert_dp.training.loop.train_step and the `single` engine.
 
     ours         bert_dp.model.bert, crammed variant       eager, regions (compile_parts), whole,
                                                            narrow (regions, residual stream in bf16)
     bert         transformers BertForMaskedLM         eager, whole; head over all positions, as published
     modernbert   transformers ModernBertForMaskedLM   eager, whole; sparse prediction, global attention, RoPE
-    cramming     the original code of a checkout      eager, whole; sparse prediction
-    matmul       no model: the products of ours       see below
+    cramming     the original code in a checkout      eager, whole; sparse prediction
+    matmul       no model: the matrix products of `ours`   see below
 
-`whole` is one torch.compile(model, dynamic=False) with default settings. Every variant lives in a process of
-its own with the same environment, in which glibc keeps freed memory; steps run one at a time, one of each
-variant per round, in an order drawn anew each round from a fixed seed. The first step (with its compilation)
-and --warmup more are outside the timing; the time of the first step is shown.
+`whole` is one torch.compile(model, dynamic=False) with default settings. Each variant runs in a separate
+process with the same environment, in which glibc keeps freed memory. Steps run one at a time, one per variant
+and round, in a new random order in each round, from a fixed seed. The first step, which includes compilation,
+and --warmup further steps are not part of the timing; the time of the first step is shown.
 
-On a machine shared with other work use --threads 1: then the ratios of CPU time (cpu_s) do not see the load.
+On a machine with other load, use --threads 1: ratios of CPU time (cpu_s) are then printed, which load does
+not affect.
 
 Formulas
     model FLOP/token  6 N_linear + 12 L S H + 6 N_head p, forward + backward;
-                      p = share of the positions that the head sees
+                      p = share of the positions that the head computes
     matmul rate       FLOPs of all linear products of one micro batch / their time (forward, gradient of the
-                      input, gradient of the weight) at exactly the model's shapes, by torch.mm into given
-                      outputs or by oneDNN, whichever is faster in the round; it takes its turn like a model
+                      input, gradient of the weight) at the model's shapes, by torch.mm with preallocated
+                      outputs or by oneDNN, whichever is faster in the round; measured in each round
     share             (model FLOP/s over the whole step) / (matmul rate), paired within a round
-    attention         scaled_dot_product_attention forward + backward at the model's shape, beside it;
-                      its products are in the model's FLOPs, not in the matmul rate
+    attention         scaled_dot_product_attention forward + backward at the model's shape, for comparison;
+                      its products are part of the model's FLOPs, but not of the matmul rate
 
-A variant is NAME:MODE, in --precision, or NAME:MODE:PRECISION, so that one run compares precisions; the share
-is of the matmul rate of the same one.
+A variant is NAME:MODE, in --precision, or NAME:MODE:PRECISION, so that one run can compare precisions. The
+share refers to the matmul rate in the same precision.
 
-With --device cuda every variant computes on the first GPU, and a timing ends when the GPU has
-finished; its peak memory is the allocator's.
+With --device cuda, every variant runs on the first GPU, a time includes all work of the GPU, and the peak
+memory is that of torch's allocator.
 """
 
 import argparse
@@ -52,7 +54,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records, turns
-from benchmarks.turns import aligned, ratios, spread, tell, with_range
+from benchmarks.turns import aligned, print_progress, ratios, spread, with_range
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.98), 1e-12, 0.01, 0.5
 MASK_RATE, MASK_ID, IGNORE = 0.25, 6, -100
@@ -79,8 +81,8 @@ QUICK = {
     "rounds": 2,
 }
 QUICK_VARIANTS = "ours:eager,bert:eager,modernbert:eager,matmul:eager"
-PRODUCTS = ("forward_s", "input_gradient_s", "weight_gradient_s")  # by torch.mm
-BESIDE = (  # all three again by oneDNN, its forward ones, scaled_dot_product_attention
+PRODUCTS = ("forward_s", "input_gradient_s", "weight_gradient_s")  # times by torch.mm
+OTHER_TIMES = (  # all three products by oneDNN, only its forward products, scaled_dot_product_attention
     "onednn_s",
     "onednn_forward_s",
     "attention_s",
@@ -91,22 +93,22 @@ def parse() -> argparse.Namespace:
     parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--variants", default=DEFAULT, help="comma-separated NAME:MODE[:PRECISION] (default: %(default)s)")
-    add("--cramming", metavar="CHECKOUT", help="folder of the original code; adds cramming:eager and :whole")
+    add("--cramming", metavar="CHECKOUT", help="directory of the original code; adds its variants")
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=768)
     add("--heads", type=int, default=12)
-    add("--intermediate", type=int, default=1536, help="width after the gate; BERT gets twice this, ungated")
+    add("--intermediate", type=int, default=1536, help="width after the gate; BERT has twice this width")
     add("--vocab", type=int, default=32_768)
     add("--sequence", type=int, default=128, help="tokens per sequence")
     add("--micro", type=int, default=8, help="sequences per micro batch")
     add("--accumulation", type=int, default=8, help="micro batches per step")
     add("--threads", type=int, default=2)
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--precision", choices=PRECISIONS, default="fp32", help="bf16: by autocast, for all")
+    add("--precision", choices=PRECISIONS, default="fp32", help="bf16 uses autocast")
     add("--rounds", type=int, default=5, help="timed steps per variant")
-    add("--warmup", type=int, default=1, help="untimed steps per variant, after compilation")
-    add("--seed", type=int, default=0, help="of weights, tokens, masks and the order of the variants")
-    add("--quick", action="store_true", help="tiny shapes, two rounds, no compilation: shows that it works")
+    add("--warmup", type=int, default=1, help="untimed steps per variant after the first")
+    add("--seed", type=int, default=0, help="seed of weights, tokens, masks and the order of the variants")
+    add("--quick", action="store_true", help="a test of the script: tiny shapes, two rounds, no compilation")
     o = parser.parse_args()
     if o.quick:
         vars(o).update(QUICK)
@@ -119,31 +121,30 @@ def parse() -> argparse.Namespace:
         kind, mode, precision = parts_of(name, o)
         if mode not in MODES.get(kind, ()) or precision not in PRECISIONS:
             variants = ", ".join(f"{k}:{m}" for k in MODES for m in MODES[k])
-            parser.error(f"unknown variant {name!r}; known: {variants}, each alone or with :fp32 or :bf16")
+            parser.error(f"unknown variant {name!r}; known: {variants}, optionally with :fp32 or :bf16")
         if kind == "cramming" and not o.cramming:
             parser.error(f"{name} needs --cramming CHECKOUT")
     if o.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("--device cuda: this machine has no GPU that torch can use; leave it out")
+            parser.error("--device cuda: torch finds no usable GPU; omit --device")
     if not any(name.startswith("ours:") for name in names):
-        parser.error("--variants must hold at least one of ours: it is what the others are compared with")
+        parser.error("--variants must include a variant of ours, because the others are compared with it")
     o.names = list(dict.fromkeys(names))
     return o
 
 
 def parts_of(name: str, o: argparse.Namespace) -> tuple[str, str, str]:
-    """Kind, mode and precision of a variant."""
     kind, mode, precision = (*name.split(":"), "", "")[:3]
     return kind, mode, precision or o.precision
 
 
-# ---- the variants; all of this runs in the child processes, which alone import torch ----
+# ---- the variants; this code runs in the child processes, because only they import torch ----
 
 
 def sizes_of(o: argparse.Namespace) -> dict[str, int]:
-    """Of the model of ours."""
+    """Return the sizes of the model in bert-dp's settings."""
     return {
         "vocab_size": o.vocab,
         "hidden_size": o.hidden,
@@ -160,7 +161,7 @@ def model_config(o: argparse.Namespace) -> Any:
 
 
 def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]]:
-    """ids [B, S] and labels [B, S] of one step, on the device; token frequencies fall as 1 / rank."""
+    """Return (ids, labels), each [B, S] on the device, per micro batch. Token n has the weight 1 / n."""
     import torch
 
     generator = torch.Generator().manual_seed(o.seed * 1_000_003 + step)
@@ -248,7 +249,7 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
     makers = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}
     bare: torch.nn.Module = makers[kind](o).to(o.device)
     if kind == "cramming":
-        bare.eval()  # as it pretrains: dropout off
+        bare.eval()  # without dropout, as in cramming's pretraining
     model = torch.compile(bare, dynamic=False) if mode == "whole" else bare
     decayed: dict[str, Any] = {"params": [p for p in bare.parameters() if p.dim() >= 2]}
     others = {"params": [p for p in bare.parameters() if p.dim() < 2], "weight_decay": 0.0}
@@ -289,7 +290,7 @@ def make_bert(o: argparse.Namespace) -> Any:
 
 
 def make_modernbert(o: argparse.Namespace) -> Any:
-    """What a model of ours in ModernBERT's shape is exported to, at these sizes."""
+    """Create the model to which bert-dp exports its ModernBERT variant, at these sizes."""
     import transformers
 
     from bert_dp.config import find_config, read_yaml, resolve
@@ -307,7 +308,7 @@ def make_modernbert(o: argparse.Namespace) -> Any:
 def make_cramming(o: argparse.Namespace) -> Any:
     import transformers.utils.generic
 
-    # removed from transformers 5
+    # cramming imports a function that transformers 5 no longer has
     setattr(transformers.utils.generic, "working_or_temp_dir", contextlib.nullcontext)  # noqa: B010
     sys.path.insert(0, o.cramming)
     from cramming.architectures.crammed_bert import construct_crammed_bert
@@ -324,7 +325,7 @@ def make_cramming(o: argparse.Namespace) -> Any:
 
 
 def linear_shapes(o: argparse.Namespace) -> list[tuple[int, int, int, int]]:
-    """Of ours, per micro batch: rows, inputs, outputs, how many."""
+    """Return the linear products of `ours` in one micro batch: (rows, inputs, outputs, count)."""
     rows, predicted = o.micro * o.sequence, o.micro * round(MASK_RATE * o.sequence)
     h, i, layers = o.hidden, o.intermediate, o.layers
     blocks = [(rows, h, 3 * h, layers), (rows, h, h, layers), (rows, h, 2 * i, layers), (rows, i, h, layers)]
@@ -334,7 +335,7 @@ def linear_shapes(o: argparse.Namespace) -> list[tuple[int, int, int, int]]:
 def make_matmul(
     o: argparse.Namespace, shapes: Sequence[tuple[int, int, int, int]]
 ) -> Callable[[], dict[str, float]]:
-    """Times one micro batch's products, each shape (as `linear_shapes` gives them) as often as it says."""
+    """Return a function that times the products of one micro batch. `shapes`: see `linear_shapes`."""
     import torch
     import torch.nn.functional as F
 
@@ -350,7 +351,7 @@ def make_matmul(
     up = normal(shape)
 
     def measure() -> dict[str, float]:
-        seconds = dict.fromkeys((*PRODUCTS, *BESIDE), 0.0)
+        seconds = dict.fromkeys((*PRODUCTS, *OTHER_TIMES), 0.0)
         for count, x, w, g, y, gx, gw in work:
             products = {
                 "forward_s": lambda x=x, w=w, y=y: torch.mm(x, w.t(), out=y),
@@ -392,7 +393,7 @@ def flops_per_token(o: argparse.Namespace, kind: str) -> float:
 
 
 def now(o: argparse.Namespace) -> float:
-    """Seconds, once the device has done what it was asked."""
+    """Wait until the device has finished its work, and return the time in seconds."""
     import torch
 
     from bert_dp.training.devices import synchronize
@@ -402,13 +403,13 @@ def now(o: argparse.Namespace) -> float:
 
 
 def prepare(name: str, o: argparse.Namespace) -> turns.Prepared:
-    """Make a variant and run its first step; it answers `NUMBER` by the times of that step."""
+    """Create a variant and run its first step. A measurement runs the step of a given number."""
     import torch
 
     torch.set_num_threads(o.threads)
     kind, mode, o.precision = parts_of(name, o)
     if o.precision == "bf16":
-        torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
+        torch.set_float32_matmul_precision("high")  # for the products that autocast leaves in fp32
     if kind == "matmul":
         measure = make_matmul(o, linear_shapes(o))
         start = time.perf_counter()
@@ -427,7 +428,7 @@ def prepare(name: str, o: argparse.Namespace) -> turns.Prepared:
 
 
 def timed(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, float]:
-    """What one step takes."""
+    """Run one step and return its times, loss, gradient norm and peak memory."""
     import torch
 
     from bert_dp.training.devices import peak_memory_gib
@@ -444,38 +445,38 @@ def timed(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[A
     }
 
 
-# ---- the parent: starts, takes turns, computes ----
+# ---- the parent process ----
 
 
 def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the facts of each variant and the list of its rounds."""
+    """Measure the variants alternately. Return metadata and rounds of each."""
     variants: dict[str, dict[str, Any]] = {}
     processes = {}
     with contextlib.ExitStack() as stack:
-        for name in o.names:  # one at a time: compile times are not to disturb each other
+        for name in o.names:  # one at a time, because compilations would disturb each other
             processes[name] = stack.enter_context(turns.Child(name, prepare, name, o))
             variants[name] = {**processes[name].facts, "rounds": []}
-            tell(f"{name}: ready, first step {variants[name]['first_step_s']:.1f} s")
+            print_progress(f"{name}: ready, first step {variants[name]['first_step_s']:.1f} s")
         rounds = o.warmup + o.rounds
         for number, order in enumerate(turns.orders(o.names, rounds, o.seed), 1):
             for name in order:
-                answer = processes[name].ask(number)
+                measured = processes[name].measure(number)
                 if number > o.warmup:
-                    variants[name]["rounds"].append(answer)
-            tell(f"round {number} of {rounds}")
+                    variants[name]["rounds"].append(measured)
+            print_progress(f"round {number} of {rounds}")
     return variants
 
 
 def models_of(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """All but the products alone."""
+    """Return the variants that are models, without the matrix products."""
     return {name: variant for name, variant in variants.items() if not name.startswith("matmul")}
 
 
 def summarise(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
-    """Adds to each variant its tokens/s, its ratios and its share; all pairs are of one round."""
+    """Add tokens/s, ratios and share to each variant. Ratios are paired within a round."""
     tokens = o.micro * o.sequence * o.accumulation
     gemm_flops = sum(6 * rows * k * n * count for rows, k, n, count in linear_shapes(o))
-    rates: dict[str, list[float]] = {}  # by precision
+    rates: dict[str, list[float]] = {}  # precision -> matmul rate in each round
     models = models_of(variants)
     for name in (name for name in variants if name not in models):
         matmul = variants[name]
@@ -524,10 +525,10 @@ def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
         )
     print("\n".join(aligned(rows)))
     of = "CPU time" if o.threads == 1 else "wall time"
-    print(f"x ours:MODE = {of} of the row / {of} of ours in that mode; median of the rounds (min-max)")
+    print(f"x ours:MODE = {of} of the row / {of} of ours:MODE; median of the rounds (min-max)")
     for name in (name for name in variants if name not in models):
         m = variants[name]
-        parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in (*PRODUCTS, *BESIDE))
+        parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in (*PRODUCTS, *OTHER_TIMES))
         print(f"{name}: {with_range(m['gflop_per_s'], 1)} GFLOP/s; one micro batch: {parts}")
 
 

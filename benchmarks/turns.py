@@ -1,4 +1,4 @@
-"""Variants measured in turn: their processes, their order, medians and ratios over rounds, a table."""
+"""Run variants alternately in separate processes; compute medians and ratios over rounds; format tables."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-# else glibc gives large tensors back to the kernel when they are freed, and pays the page faults again
+# without these, glibc returns freed large tensors to the kernel and pays page faults for new ones
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
 Prepared = tuple[dict[str, Any], Callable[..., dict[str, Any]]]
-"""Facts about a variant, and the function that answers questions to it."""
+"""Metadata of a variant, and the function that performs one measurement of it."""
 
 
 class Child:
-    """The process of a variant, which ends with the `with` block. `prepare(*arguments)` runs in it."""
+    """Process of a variant, which runs `prepare(*arguments)` and ends with the `with` block."""
 
     def __init__(self, name: str, prepare: Callable[..., Prepared], *arguments: Any):
         context = multiprocessing.get_context("spawn")
         self._name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, prepare, arguments))
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_end, prepare, arguments))
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def __enter__(self) -> Child:
         self.facts = self._receive()
@@ -37,8 +37,9 @@ class Child:
         self._process.terminate()
         self._process.join()
 
-    def ask(self, *question: Any) -> dict[str, Any]:
-        self._pipe.send(question)
+    def measure(self, *arguments: Any) -> dict[str, Any]:
+        """Perform one measurement in the process. Raises RuntimeError with the name if it fails."""
+        self._pipe.send(arguments)
         return self._receive()
 
     def _receive(self) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class Child:
 
 
 def _serve(pipe: Connection, prepare: Callable[..., Prepared], arguments: Sequence[Any]) -> None:
-    """In a child: send the facts, then the answer to each question; an error goes to the parent as text."""
+    """In the child, send the metadata, then the result of each measurement; send an error as text."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -62,14 +63,14 @@ def _serve(pipe: Connection, prepare: Callable[..., Prepared], arguments: Sequen
 
 
 def orders(names: Iterable[str], rounds: int, seed: int = 0) -> Iterator[list[str]]:
-    """The names in an order drawn anew in each round."""
+    """Yield the names for each round, in a new random order."""
     order, rng = list(names), random.Random(seed)
     for _ in range(rounds):
         rng.shuffle(order)
         yield list(order)
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -78,7 +79,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """By round."""
+    """Return the ratio of each round."""
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
@@ -87,7 +88,7 @@ def with_range(values: Mapping[str, float], digits: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table."""
+    """Yield the lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,4 +1,4 @@
-"""Export the Python API of bert-dp, importing each name on first use."""
+"""Export the Python API of bert-dp. Each name is imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _API = "Result Run TrainingFailed build_data evaluate export finetune predict read_run runs train"
-_HOMES = {
+_MODULES = {
     **dict.fromkeys(_API.split(), "bert_dp.api"),
     "ConfigError": "bert_dp.config",
     "batches": "bert_dp.tasks.mlm",
@@ -34,10 +34,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

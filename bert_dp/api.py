@@ -1,8 +1,8 @@
-"""Provide the Python API: each function runs a command-line verb in a child process, `python -P -m launcher`,
-and returns the results that it wrote.
+"""Run the command-line verbs from Python: each function of this API starts `python -P -m launcher` as a child
+process and returns the results of the verb.
 
-`launcher` is not imported here, so that a user's launcher.py is neither run nor shadowed. The caller's signal
-handlers, umask, threads and standard streams stay unchanged.
+This module does not import `launcher`, so that a user's own launcher.py is neither executed nor shadowed. The
+caller's signal handlers, umask, threads and standard streams stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,41 +34,42 @@ Paths = PathLike | Sequence[PathLike]
 Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
-ERROR, FAILED = "error: ", "failed: "  # prefixes of lines about bad input and about the cause of a failure
-NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # notebooks ask for colors, but bars need a terminal
+ERROR, FAILED = "error: ", "failed: "  # prefixes of lines that report bad input or a failure
+# notebooks set FORCE_COLOR, with which progress bars are drawn as on a terminal
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """Snapshot of the contents of a run directory. A Run is accepted wherever a path is."""
+    """Snapshot of the contents of a run directory. Functions that accept a path also accept a Run."""
 
     directory: Path
     config: Config | None = dataclasses.field(repr=False)
-    """Resolved config.yaml, as in `run.config.optim.lr`; None if it cannot be read."""
+    """Resolved settings from config.yaml, such as `run.config.optim.lr`; None if the file cannot be read."""
     summary: Summary | None = dataclasses.field(repr=False)
-    """summary.json; None while the run is in progress, and after it was killed."""
+    """Contents of summary.json; None while the run is in progress, and after the run was killed."""
     checkpoint: Path | None
-    """Newest checkpoint."""
+    """Path of the newest checkpoint, or None."""
     report: Path | None
-    """Path of report.html."""
+    """Path of report.html, or None."""
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """metrics.jsonl, one record per logged step, as for `pandas.DataFrame(run.metrics)`."""
+    """Records of metrics.jsonl, one per logged step; `pandas.DataFrame(run.metrics)` accepts them."""
     evals: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """evals.jsonl, one record per held-out evaluation."""
+    """Records of evals.jsonl, one per held-out evaluation."""
 
     def __fspath__(self) -> str:
         return str(self.directory)
 
     @property
     def results(self) -> dict[str, Any]:
-        """Return the last held-out results: the loss, and the scores of a finetuned run."""
+        """Return the results of the last held-out evaluation: the loss, and the scores of a finetuned run."""
         heldout = self.summary.heldout if self.summary is not None else None
         return {} if heldout is None else heldout.model_dump(mode="json", exclude_none=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result(os.PathLike[str]):
-    """Parsed --json output of a command, and the directory it describes or wrote."""
+    """Results of a command as JSON values, and the directory that the command wrote or describes."""
 
     directory: Path
     results: Any = dataclasses.field(repr=False)
@@ -78,7 +79,7 @@ class Result(os.PathLike[str]):
 
 
 class TrainingFailed(RuntimeError):
-    """Raised if a run started but failed; the message is the cause with suggested fixes."""
+    """Error raised if a run starts but then fails. The message contains the cause and suggested fixes."""
 
     def __init__(self, failure: Failure, run: Run):
         super().__init__(failure, run)
@@ -104,22 +105,22 @@ def train(
     on_log: OnLog | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Pretrain with a configuration (file or shipped name), as `bert-dp train` does.
+    """Pretrain a model as `bert-dp train` does. `config`: a file, or the name of a shipped configuration.
 
-    `settings` override the configuration: `{"schedule.steps": 20, "data.sources": ["a.txt"]}`, nested or
-    dotted. An existing `run_dir` resumes its run; the default is runs/NAME-DATE-TIME. `allow_code`: execute
-    Python files given by `task` and `optim.name`. `on_log` is called in this process with each new line of
-    metrics.jsonl; its first exception is printed, and the run continues. The command's output goes to
-    sys.stdout unless `quiet`. On KeyboardInterrupt, the ranks finish their step and save before it is raised;
-    a second one stops them immediately. If this process is killed, the run stops.
+    `settings` override the configuration, with dotted or nested names: `{"schedule.steps": 20}`. If `run_dir`
+    contains a run, that run resumes; the default is runs/NAME-DATE-TIME. `allow_code` permits execution of
+    the Python files in `task` and `optim.name`. `on_log` is called in this process with each new record of
+    metrics.jsonl; its first exception is printed, and the run continues. Output of the command is written to
+    sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a checkpoint;
+    a second interrupt stops them immediately. If this process is killed, the run stops.
 
-    Raises ConfigError with every issue for bad input, TrainingFailed, and KeyboardInterrupt.
+    Raises ConfigError with every issue if the input is bad, TrainingFailed, and KeyboardInterrupt.
     """
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
     options = {"nproc": nproc, "launcher": launcher, "run_dir": directory, "resume": os.fspath(resume)}
     named = [] if config is None else [config]
-    words = _words("train", named, settings, **options, allow_code=allow_code)
-    return _train(words, directory, quiet, on_log)
+    arguments = _arguments("train", named, settings, **options, allow_code=allow_code)
+    return _train(arguments, directory, quiet, on_log)
 
 
 def finetune(
@@ -131,12 +132,12 @@ def finetune(
     quiet: bool = False,
     **options: Any,
 ) -> Run:
-    """Train a classifier or regressor from a pretrained run. `options`: those of `bert-dp finetune`, such as
-    `task` and `data`, or `train`, `dev` and `label`; other arguments as in `train`. The Run's
-    `results["scores"]` has keys "split/metric"; with `seeds`, the runs are in subdirectories."""
+    """Finetune a pretrained run on a classification or regression task. `options`: options of `bert-dp
+    finetune`, such as `task` and `data`, or `train`, `dev` and `label`. See `train` for the other arguments.
+    `results["scores"]` has keys "split/metric". With `seeds`, the runs are in subdirectories."""
     directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
-    words = _words("finetune", [run], settings, **options, run_dir=directory)
-    return _train(words, directory, quiet, on_log)
+    arguments = _arguments("finetune", [run], settings, **options, run_dir=directory)
+    return _train(arguments, directory, quiet, on_log)
 
 
 def evaluate(
@@ -148,16 +149,16 @@ def evaluate(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Measure the held-out loss of a run, or compare several runs, on `texts`, with the options of `bert-dp
-    eval mlm`. Without `texts`: score a run on GLUE and write to `out`, with the options of `bert-dp eval
-    glue`, such as `data`. Raises ConfigError and RuntimeError."""
-    first, *_ = named = _several(run)
+    """Measure the held-out loss of a run on `texts`, or compare several runs. Without `texts`, score a run on
+    GLUE and write the results to the directory `out`. `options`: options of `bert-dp eval mlm` or of `bert-dp
+    eval glue`, such as `data`. Raises ConfigError and RuntimeError."""
+    first, *_ = named = _path_list(run)
     verb, place = "eval mlm", _absolute(first)
     if not texts:
         verb, place = "eval glue", _directory(out, "eval", Path(first).name)
         options["out"] = place
-    words = _words(verb, [*named, *_several(texts)], settings, **options, json=True)
-    return Result(place, json.loads(_answer(words, quiet)))
+    arguments = _arguments(verb, [*named, *_path_list(texts)], settings, **options, json=True)
+    return Result(place, json.loads(_run_verb(arguments, quiet)))
 
 
 def predict(
@@ -167,8 +168,8 @@ def predict(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Label or encode examples (a file, texts or pairs of texts) with a run or an exported directory.
-    `results` has one record per example. `options`: those of `bert-dp predict`. Raises ConfigError and
+    """Label or encode `examples` (a file, texts or pairs of texts) with a run or an exported directory.
+    `results` contains one record per example. `options`: options of `bert-dp predict`. Raises ConfigError and
     RuntimeError."""
     with tempfile.TemporaryDirectory() as scratch:
         out, file = Path(scratch) / "out.jsonl", Path(scratch) / "in.jsonl"
@@ -180,38 +181,38 @@ def predict(
             lines = (json.dumps(dict(zip(names, pair, strict=True))) for pair in pairs)
             file.write_text("".join(f"{line}\n" for line in lines))
             options |= {name: name for name in names}
-        _answer(_words("predict", [run, file], **options, out=out), quiet)
+        _run_verb(_arguments("predict", [run, file], **options, out=out), quiet)
         return Result(_absolute(run), [json.loads(line) for line in out.read_text().splitlines()])
 
 
 def export(
     run: PathLike, out: PathLike, format: ExportFormat = "hf", *, quiet: bool = False, **options: Any
 ) -> Result:
-    """Export a run to the new directory `out`; `results` is its export.json. `options`: those of `bert-dp
-    export FORMAT`. Raises ConfigError and RuntimeError."""
-    _answer(_words(f"export {format}", [run], **options, out=out), quiet)
+    """Export a run to the new directory `out`; `results` contains its export.json. `options`: options of
+    `bert-dp export FORMAT`. Raises ConfigError and RuntimeError."""
+    _run_verb(_arguments(f"export {format}", [run], **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / EXPORTED))
 
 
 def build_data(
     sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
 ) -> Result:
-    """Build token shards from text in the directory `out`; `results` is its manifest. `settings`: only
-    data.build settings, by full name; `options`: those of `bert-dp data build`. Raises ConfigError and
-    RuntimeError."""
-    _answer(_words("data build", _several(sources), settings, **options, out=out), quiet)
+    """Build token shards from the texts in `sources`, and write them to the directory `out`; `results`
+    contains the manifest. `settings`: data.build settings by full name. `options`: options of `bert-dp data
+    build`. Raises ConfigError and RuntimeError."""
+    _run_verb(_arguments("data build", _path_list(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 
 
 def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
-    """List the runs in a directory, newest first: one flat record per run, with its settings by name, as for
-    `pandas.DataFrame`. Raises ConfigError."""
-    rows: list[dict[str, Any]] = json.loads(_answer(_words("runs", [directory], json=True), True))
+    """Return a flat record for each run in a directory, newest run first, with the run's settings by name;
+    `pandas.DataFrame` accepts the list. Raises ConfigError."""
+    rows: list[dict[str, Any]] = json.loads(_run_verb(_arguments("runs", [directory], json=True), True))
     return rows
 
 
 def read_run(directory: PathLike) -> Run:
-    """Read a run directory, even while the run is in progress. Raises ConfigError for any other path."""
+    """Read a run directory, even during the run. Raises ConfigError if the directory has no config.yaml."""
     path = _absolute(directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
@@ -219,7 +220,7 @@ def read_run(directory: PathLike) -> Run:
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield each setting as `a.b=value` with a JSON value, which is valid YAML. Raises TypeError."""
+    """Yield each setting as `a.b=value`, with the value in JSON, which is valid YAML. Raises TypeError."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from overrides(value, f"{prefix}{name}.")
@@ -262,37 +263,37 @@ def _directory(given: PathLike | None, folder: str, name: str) -> Path:
     return _absolute(Path(folder) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given)
 
 
-def _several(paths: Paths) -> list[str]:
+def _path_list(paths: Paths) -> list[str]:
     return [os.fspath(each) for each in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
 
 
-def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
-    """Return the command line of a verb. An option is omitted for None or False, a flag for True."""
-    words = verb.split()
+def _arguments(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
+    """Return the arguments of a verb. None and False omit an option; True adds it without a value."""
+    arguments = verb.split()
     for name, value in {**options, "set": [*overrides(settings or {})]}.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             if each is not None and each is not False:
-                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
-    return [*words, "--", *(os.fspath(name) for name in names)]
+                arguments += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
+    return [*arguments, "--", *(os.fspath(name) for name in names)]
 
 
-def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
-    """Run a training verb in `directory`, and read its run. Raises the exceptions of `train`."""
+def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
+    """Run a training verb, and return its run in `directory`. Raises the same exceptions as `train`."""
     before = _summary(directory)
-    ended = _follow(words, quiet=quiet, poll=on_log and _follower(directory, on_log))
+    ended = _follow(arguments, quiet=quiet, poll=on_log and _follower(directory, on_log))
     if ended.interrupted and ended.code != 1:
         raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} resumes the run")
     run = _read(directory)
     if ended.code == 0:
         return run
-    summary = None if run.summary == before else run.summary  # of this start
+    summary = None if run.summary == before else run.summary  # an unchanged summary is from an earlier start
     failure = summary.failure if summary is not None else None
     raise TrainingFailed(failure or _printed_failure(ended), run)
 
 
-def _answer(words: list[str], quiet: bool) -> str:
-    """Run another verb; return its output. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
-    ended = _follow(words, quiet=quiet)
+def _run_verb(arguments: list[str], quiet: bool) -> str:
+    """Return the output of any other verb. Raises ConfigError, RuntimeError and KeyboardInterrupt."""
+    ended = _follow(arguments, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
     if ended.code:
@@ -301,12 +302,12 @@ def _answer(words: list[str], quiet: bool) -> str:
 
 
 def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
-    """Return a function that passes each new metrics line to `call` and prints its first exception."""
+    """Return a function that calls `call` with each new metrics record and prints the first exception."""
     tail, failed = files.Tail(directory / "metrics.jsonl", skip_present=True), list[Exception]()
 
     def poll() -> None:
         while (found := tail.lines())[0]:
-            for line in [] if found[1] else found[0]:  # a replaced file has lines from before a resume
+            for line in [] if found[1] else found[0]:  # a replaced file repeats old lines
                 try:
                     call(json.loads(line))
                 except Exception as error:
@@ -317,8 +318,8 @@ def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
     return poll
 
 
-def _printed_failure(ended: _Ended) -> Failure:
-    """Return the failure of a verb, from its exit code and its last messages."""
+def _printed_failure(ended: _Outcome) -> Failure:
+    """Describe the failure of a verb by its exit code and its last messages."""
     if ended.code < 0:
         return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
     if ended.code > 128:
@@ -328,32 +329,32 @@ def _printed_failure(ended: _Ended) -> Failure:
     return Failure(message=cause, kind=kind_of_text(cause))
 
 
-class _Ended(NamedTuple):
+class _Outcome(NamedTuple):
     code: int  # -N: killed by signal N
     lines: list[str]
     interrupted: bool = False
     output: str = ""
 
 
-def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Ended:
-    """Run a verb; print its lines, except an answer on its standard output. Raises ConfigError for code 2."""
+def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Outcome:
+    """Run a verb, print its messages and return its output. Raises ConfigError if the exit code is 2."""
     printed: list[str] = []
     interrupted = False
-    answers = arguments[0] not in ("train", "finetune")
+    has_output = arguments[0] not in ("train", "finetune")
     with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch)):
         issues, output = Path(scratch) / "issues.json", Path(scratch) / "output"
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*module_command("launcher"), *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=file if answers else subprocess.PIPE,
-                stderr=subprocess.PIPE if answers else subprocess.STDOUT,
+                stdout=file if has_output else subprocess.PIPE,
+                stderr=subprocess.PIPE if has_output else subprocess.STDOUT,
                 text=True,
                 errors="replace",
                 env={**os.environ, **NO_TERMINAL, **child_environment(), ISSUES_FILE: str(issues)},
                 start_new_session=True,  # an interrupt reaches only this process, which forwards it
             )
-        stream: IO[str] | None = process.stderr if answers else process.stdout
+        stream: IO[str] | None = process.stderr if has_output else process.stdout
         assert stream is not None
         try:
             while process.returncode is None:
@@ -370,17 +371,17 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
                     interrupted = True
                     _signal(process, signal.SIGINT)
         finally:
-            if process.poll() is None:  # printing failed
+            if process.poll() is None:  # an error while printing
                 _signal(process, signal.SIGTERM)
                 process.wait()
             stream.close()
         if process.returncode == 2:
             found = json.loads(issues.read_text())["issues"] if issues.exists() else []
-            said = [line.removeprefix(ERROR) for line in printed if line.startswith(ERROR)] or printed
+            messages = [line.removeprefix(ERROR) for line in printed if line.startswith(ERROR)] or printed
             raise ConfigError(
-                [Issue(**issue) for issue in found] or [Issue("", "unsupported", line) for line in said]
+                [Issue(**issue) for issue in found] or [Issue("", "unsupported", line) for line in messages]
             )
-        return _Ended(process.returncode, printed, interrupted, output.read_text(errors="replace"))
+        return _Outcome(process.returncode, printed, interrupted, output.read_text(errors="replace"))
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:

@@ -1,5 +1,5 @@
-"""Compute parameter counts, FLOPs, memory, peak FLOP/s and quantiles of Student's t. Torch-free; no other
-module computes these."""
+"""Compute parameter counts, FLOPs, memory, peak FLOP/s and quantiles of Student's t. No other module computes
+these quantities. Torch-free."""
 
 import functools
 import math
@@ -10,8 +10,8 @@ from bert_dp.config.engines import optimizer_facts
 
 GIB = 2**30
 
-# Dense matrix peak in FLOP/s, without sparsity, by words of the device name and precision, from vendor data
-# sheets. The first match wins, so longer names come first. Devices not listed here have no MFU.
+# Peak FLOP/s of dense matrix products, by part of the device name and by precision, from the vendors' data
+# sheets. The first match applies, so longer names come first. Devices that are not listed have no MFU.
 PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
     ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}),
@@ -33,9 +33,9 @@ PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def num_parameters(model: ModelConfig, sequence_length: int) -> int:
-    """Count trainable parameters, with the tied embedding counted once.
+    """Count the trainable parameters; the tied embedding counts once.
 
-    Reference value: 119,589,889 for Crammed BERT with vocabulary 32,768.
+    Reference value: 119,589,889 for Crammed BERT with a vocabulary of 32,768 tokens.
     """
     h, i, layers = model.hidden_size, model.intermediate_size, model.num_layers
     if model.lstm_size:
@@ -43,9 +43,9 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
     norm = h * (2 if model.norm == "layernorm" and model.norm_bias else 1)
     count = linear_parameters(model)
     if model.bias:
-        count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, attention out; Wi; Wo
-    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 1  # blocks, embedding
-    norms += model.norm_position == "pre"  # final
+        count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, output; Wi; Wo
+    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 1  # in the blocks and after the embedding
+    norms += model.norm_position == "pre"  # final norm
     count += model.vocab_size * h + norms * norm + model.token_types * h
     count += model.vocab_size if model.decoder_bias else 0
     if model.head == "dense":
@@ -58,8 +58,8 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
 
 
 def linear_parameters(model: ModelConfig) -> int:
-    """Count the weights of matrix products inside the blocks, or in the four gates of both directions of a
-    BiLSTM: N_linear in the FLOP formula."""
+    """Count the weights of the matrix products in the blocks, or in the gates of both directions of a BiLSTM.
+    This number is N_linear in the formula of flops_per_token."""
     h, i = model.hidden_size, model.intermediate_size
     if model.lstm_size:
         return 8 * model.lstm_size * (h + model.lstm_size)
@@ -67,10 +67,11 @@ def linear_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) -> float:
-    """Return model FLOPs per token, forward + backward: only matrix products, without recomputation.
+    """Return the model FLOPs per token of the matrix products in a forward and a backward pass.
 
-    6 N_linear + 12 L S H + 6 H (V + H if there is a dense head) p, with p = share of predicted positions.
-    Crammed BERT at S = 128, mask rate 0.25: 622.9e6.
+    Formula: 6 N_linear + 12 L S H + 6 H (V + H) p, where p is the share of predicted positions. Without a
+    dense head, V replaces V + H. Recomputation is excluded. Reference value: 622.9e6 for Crammed BERT with
+    sequence length S = 128 and mask rate 0.25.
     """
     h = model.hidden_size
     predicted = num_masked(mask_rate, sequence_length) / sequence_length
@@ -80,8 +81,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the dense peak of a device in FLOP/s, or None if it is unknown (no MFU)."""
-    if "MIG" in device_name:  # a slice of the device
+    """Return the peak FLOP/s of dense matrix products on a device, or None if it is unknown (no MFU)."""
+    if "MIG" in device_name:  # a slice of a GPU has a lower peak
         return None
     for name, peaks in PEAK_FLOPS:
         if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", device_name):
@@ -90,13 +91,11 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
-    """Estimate the peak memory of a rank in GiB, by part, eager, with the engine for `world_size` ranks.
+    """Estimate the peak memory of one of `world_size` ranks in GiB, by part, without torch.compile.
 
-    Weights, gradients and optimizer state are counted as in arXiv 1910.02054 and sharded as by the engine;
-    fsdp and ZeRO stage 3 gather one block in addition to the embedding, and fsdp, which does not reduce after
-    every micro batch, keeps whole gradients in between.
-
-    The estimate is independent of the device; see `rank_memory_gib`.
+    Weights, gradients and optimizer state are counted as in arXiv 1910.02054, divided by the engine's shards.
+    fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
+    whole gradients between micro batches. The estimate does not depend on the device; see `rank_memory_gib`.
     """
     model, parallel = config.model, config.parallel
     wide, narrow = _widths(precision)
@@ -124,22 +123,21 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         weights += parameters * wide / dp
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts |= _activation_bytes(config, wide, narrow)
-    if narrow != wide:  # kept for the backward pass, also for gathered weights
+    if narrow != wide:  # kept for the backward pass, even if the weights are sharded
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
 
 
-# for CPU ranks, measured as the peak resident set of short runs of quickstart and small-text at micro batch
-# sizes 4 to 64, eager, torch 2.13, glibc 2.36
+# constants of CPU ranks, from the peak resident set of short runs of quickstart and small-text (micro batch
+# sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # heap fragmentation (glibc) and kernel scratch memory, relative to one micro batch
+HEAP_SHARE = 0.5  # heap fragmentation (glibc) and scratch memory of kernels / memory of one micro batch
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
-    """Estimate the peak memory of a rank in GiB, by part: GPU memory, or resident set on a CPU.
+    """Estimate the peak memory of a rank in GiB, by part: GPU memory, or the resident set of a CPU rank.
 
-    The CPU estimate adds the program, heap fragmentation, and rank 0's copy of the state for writing
-    checkpoints.
+    The CPU estimate includes the program, heap fragmentation, and rank 0's copy of the state for checkpoints.
     """
     parts = memory_estimate_gib(config, precision, world_size)
     if on_gpu:
@@ -149,9 +147,9 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
     tokens = config.batch.micro_size * length
     layers = 1 if config.parallel.activation_checkpointing else model.num_layers
     more = 0.0
-    if model.norm == "rmsnorm":  # several operations on a CPU, which keep the normed input before scaling
+    if model.norm == "rmsnorm":  # CPUs use several operations, which also save the normalized input
         more += 2 * layers * model.hidden_size * wide
-    if precision == "bf16" and not model.attention_dropout:  # attention probabilities are materialized
+    if precision == "bf16" and not model.attention_dropout:  # CPUs materialize the attention probabilities
         more += layers * model.num_heads * length * narrow / config.parallel.tensor
     parts["activations"] += tokens * more / GIB
     # without checkpoints, only the initial weights are copied
@@ -164,13 +162,13 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
 
 
 def _moments(config: Config, parameters: float) -> float:
-    """Return the number of optimizer state values for `parameters` parameters."""
+    """Return the number of values in the optimizer state of `parameters` parameters."""
     missing = 2 - optimizer_facts(config.optim.name).matrix_moments
     return 2 * parameters - missing * linear_parameters(config.model)
 
 
 def _widths(precision: str) -> tuple[int, int]:
-    """Return the bytes per value of parameters and of the autocast dtype."""
+    """Return the bytes per value of the parameters and of the autocast dtype."""
     return (8 if precision == "fp64" else 4), {"fp32": 4, "fp64": 8}.get(precision, 2)
 
 
@@ -181,36 +179,36 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
     attention_saved = (6 if model.position == "rope" else 4) * h  # QKV, rotated Q and K, output
     residual = 2 if model.residual_dtype == "bf16" else wide
-    # per token: two residual inputs of norms, and the normed inputs, which tensor parallelism does not shard
+    # per token: two residual inputs of norms and the norms' outputs, which tensor parallelism does not shard
     a_block = 2 * residual * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
-    if model.attention_dropout:  # materialized: scores, probabilities before and after dropout, and the mask
+    if model.attention_dropout:  # saved: scores, probabilities before and after dropout, dropout mask
         length = config.data.sequence_length
         a_block += model.num_heads * length * (3 * narrow + 1) / tensor
     saved = model.num_layers * a_block
-    if config.parallel.activation_checkpointing:  # one block, and the inputs of all blocks
+    if config.parallel.activation_checkpointing:  # saved: one block, and the inputs of all blocks
         saved = a_block + model.num_layers * residual * h
     predicted = config.batch.micro_size * config.num_masked
-    # in the compute width; their log-probabilities and the gradient of these in fp32
+    # logits in the autocast dtype; log-probabilities and their gradient in fp32 or wider
     logits = predicted * model.vocab_size / tensor * (narrow + 2 * max(4, wide))
     return {"activations": tokens * saved, "logits": logits}
 
 
-ITERATIONS = 40  # limit for Newton's method; about ten suffice
+ITERATIONS = 40  # limit of Newton's method; about ten suffice
 
 
 @functools.cache
 def student(degrees: int, level: float = 0.95) -> float:
-    """Return the two-sided quantile t of Student's distribution, P(|T| <= t) = level.
+    """Return the quantile t of Student's distribution with `degrees` of freedom: P(|T| <= t) = level.
 
     With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
-    integral (Gauss-Legendre) is concave in theta, so Newton's method from 0 rises to the solution.
+    Gauss-Legendre integral is concave in theta, so Newton's method converges monotonically from 0.
     """
     import numpy as np
 
     nodes, weights = np.polynomial.legendre.leggauss(40)
     log_ratio = math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)
-    wanted = level * math.sqrt(math.pi) / 2 * math.exp(log_ratio)  # share of the integral from 0 to pi / 2
+    wanted = level * math.sqrt(math.pi) / 2 * math.exp(log_ratio)  # level x integral from 0 to pi / 2
     theta = 0.0
     for _ in range(ITERATIONS):
         integral = theta / 2 * float(weights @ np.cos(theta / 2 * (nodes + 1)) ** (degrees - 1))

@@ -1,13 +1,6 @@
 """Run one rank: `python -m bert_dp.worker CONFIG --run-dir DIR`."""
 
-import os
-import sys
-
-from bert_dp.files import LAUNCHER_PID
-from bert_dp.training.rank import main
+from bert_dp.training.rank import run_process
 
 if __name__ == "__main__":
-    code = main(standalone=LAUNCHER_PID not in os.environ)
-    if code:  # peers may have exited: skip the shutdown of the process group
-        sys.stdout.flush()
-        os._exit(code)
+    run_process()

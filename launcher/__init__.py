@@ -1,1 +1,1 @@
-"""The controlling process. Never imports torch at module level."""
+"""The launcher: the command line, supervision of runs and reports. No module imports torch at top level."""

@@ -1,10 +1,10 @@
-"""Entry point of `bert-dp` and `python -m launcher`. Ctrl-C during the imports leaves no traceback."""
+"""Entry point of `bert-dp` and `python -m launcher`. Ctrl-C during the imports prints no traceback."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command-line interface."""
     try:
         from launcher.cli.app import main
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""Run child processes and wait for them: our own modules by `python -m`, and system commands.
+"""Run child processes and wait for them: bert-dp modules (`python -m`) and system commands.
 
-A module of ours exits with this process and imports nothing from the current directory."""
+A bert-dp module exits when this process exits, and imports nothing from the current directory."""
 
 import contextlib
 import json
@@ -15,15 +15,15 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.files import cache_issues, cache_root
 from bert_dp.files.reaper import child_environment, describe_exit_code, module_command
 
-NO_ANSWER = "no answer within"  # start of run_command's error after a timeout
-KILLED_S = 1.0  # time for a command to exit after SIGKILL
-CLEANING_S = 10.0  # time for a module to remove its files after a signal
+NO_ANSWER = "no answer within"  # start of run_command's error message after a timeout
+KILLED_S = 1.0  # limit for a command to exit after SIGKILL
+CLEANUP_S = 10.0  # limit for a module to remove its files and exit after SIGTERM
 
 
 def kernel_caches() -> dict[str, str]:
-    """Create a directory for torch's compiled kernels in our cache; return its environment variable. A value
-    set by the user is kept. {} if our cache is unusable: torch then uses a temporary directory."""
-    # each trial of a search has a separate temporary directory and would recompile the same kernels
+    """Create a cache directory for torch's compiled kernels; return the environment variable that selects it.
+    A value set by the user takes precedence. Return {} if bert-dp's cache is unusable."""
+    # without this, each trial of a search would recompile the same kernels in its own temporary directory
     name, folder = "TORCHINDUCTOR_CACHE_DIR", cache_root() / "kernels"
     if cache_issues():
         return {}
@@ -42,34 +42,33 @@ def start_module(
     environ: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> subprocess.Popen[str]:
-    """Start `python -m module`; it exits with this process. `environ` is added to our environment."""
-    mine = {**kernel_caches(), **(environ or {}), **child_environment()}
+    """Start `python -m module`, which exits when this process exits. `scratch`: temporary directory of
+    the module; `environ`: variables added to its environment."""
+    added = {**kernel_caches(), **(environ or {}), **child_environment()}
     if scratch is not None:
-        mine["TMPDIR"] = scratch
+        added["TMPDIR"] = scratch
     command = [*module_command(module), *arguments]
-    return subprocess.Popen(command, text=True, env={**os.environ, **mine}, **kwargs)
+    return subprocess.Popen(command, text=True, env={**os.environ, **added}, **kwargs)
 
 
 def ask_module(module: str, arguments: list[str], task: str) -> str:
-    """Run `python -m module` and return its output. `task`: description for the error message. Raises
-    ConfigError for bad input and SystemExit for a failure.
-
-    SIGINT is blocked until the module unblocks it: Ctrl-C during its imports leaves no traceback.
-    """
+    """Run `python -m module` and return its output. `task`: description of its work for the error message.
+    Raise ConfigError if the module rejects its input, and SystemExit if it fails. SIGINT is blocked until the
+    module unblocks it, so that Ctrl-C during the imports prints no traceback."""
     return ask_modules(module, [arguments], task)[0]
 
 
 def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[str]:
-    """Run `python -m module` for each list of arguments, concurrently; see ask_module."""
+    """Run `python -m module` concurrently, once per list of arguments; return the outputs. See ask_module."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     processes: list[subprocess.Popen[str]] = []
     try:
-        for each in arguments:
-            processes.append(start_module(module, each, stdout=subprocess.PIPE))
+        for words in arguments:
+            processes.append(start_module(module, words, stdout=subprocess.PIPE))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        answers = []
+        outputs = []
         for process in processes:
             output, _ = process.communicate()
             code = process.returncode
@@ -78,14 +77,14 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
             if code:
                 hint = "out of memory? (see `bert-dp doctor`)" if code == -signal.SIGKILL else "see above"
                 sys.exit(f"error: {task} {describe_exit_code(code, '')}; {hint}")
-            answers.append(output.strip())
-        return answers
+            outputs.append(output.strip())
+        return outputs
     except BaseException:
         for process in processes:
-            process.terminate()  # it may have files to remove; Ctrl-C has already reached it
+            process.terminate()  # lets the module remove its files; Ctrl-C has already reached it
         for process in processes:
             try:
-                process.wait(CLEANING_S)
+                process.wait(CLEANUP_S)
             except BaseException:
                 process.kill()
         raise
@@ -94,8 +93,9 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
 def run_command(
     argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
 ) -> tuple[str | None, str | None]:
-    """Run a command; return its output, or None and the last lines of its errors. A timeout kills the whole
-    process group. A module of ours exits with this process. `pass_fds`: file descriptors to inherit."""
+    """Run a command. Return (output, None) if it succeeds, else (None, error) with the last lines of its
+    output. A timeout kills the command's process group. `pass_fds`: file descriptors that the command
+    inherits."""
     try:
         process = subprocess.Popen(
             argv,
@@ -118,7 +118,7 @@ def run_command(
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         lines: list[str] = []
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a hung driver can keep the command alive
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a command may survive while a driver hangs
             lines = process.communicate(timeout=KILLED_S)[1].strip().splitlines()
         return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
     if process.returncode:

@@ -24,11 +24,11 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Options of `data build` by the setting they change."""
-SAMPLE_CHARS = 300
-SHOWN_SOURCES = 20  # rows of the table, largest loss first
-OF_SPLIT = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
-OF_SOURCE = [
+"""Setting -> option of `data build` that changes it, for error messages."""
+SAMPLE_CHARS = 300  # maximum length of a sample in the report
+SHOWN_SOURCES = 20  # rows of the table of sources; the sources with the largest loss come first
+SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
+SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),
     Quantity("letters", "letters", "count"),
     Quantity("lost_share", "letters lost", "percent"),
@@ -50,8 +50,8 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Build shards and print a summary. `vocab_size`: size of the tokenizer to train; None = VOCAB_SIZE, or
-    the size of the given one. `overrides`: data.build.NAME=VALUE. Raises ConfigError for unusable input."""
+    """Build shards, print a summary and return 0. `vocab_size`: size of the tokenizer to train; None =
+    VOCAB_SIZE. `overrides`: settings data.build.NAME=VALUE. Raise ConfigError if the input is unusable."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress
 
@@ -60,19 +60,19 @@ def build(
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
     if others := [key for item in overrides if not (key := item.partition("=")[0]).startswith("data.build.")]:
         message = "is not a data.build setting"
-        hint = "only data.build.NAME=VALUE goes here; the rest are options, see --help"
+        hint = "pass only data.build.NAME=VALUE; other settings have options (see --help)"
         raise ConfigError([Issue(key, "unknown", message, hint=hint) for key in others])
     if not sources:
-        raise ConfigError([Issue("SOURCES", "missing", "pass the text to build from")])
+        raise ConfigError([Issue("SOURCES", "missing", "pass the text to build the shards from")])
     size = vocab_size or (VOCAB_SIZE if tokenizer is None else MAX_VOCAB_SIZE)
     out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
-    asked = {
+    options = {
         "data": {"sources": list(sources), "tokenizer": tokenizer, "sequence_length": sequence_length},
         "model": {"vocab_size": size},
         "schedule": {"steps": 1},
     }
     with issues_by_option(OPTIONS):
-        config = resolve([asked, parse_overrides(overrides)])
+        config = resolve([options, parse_overrides(overrides)])
         for issue in no_effect(config):
             if issue.setting.startswith("data.build."):
                 show(console, f"warning: {issue}", **PLAIN)
@@ -83,8 +83,8 @@ def build(
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of "
         f"{sequence_length} tokens, from {count_of(train.documents + held_out.documents, 'document')}",
         f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens",
-        f"letters lost: {_of(manifest.sources, 'lost_letters', 'letters')}; "
-        f"unknown tokens: {_of(manifest.sources, 'unknown_tokens', 'tokens')}",
+        f"letters lost: {_share(manifest.sources, 'lost_letters', 'letters')}; "
+        f"unknown tokens: {_share(manifest.sources, 'unknown_tokens', 'tokens')}",
         f"next: {runnable(train_command(out, manifest.model_dump()))}",
     ):
         show(console, line, **PLAIN)
@@ -92,7 +92,7 @@ def build(
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
-    """Verify and show shards; return 1 if one is damaged. Raises ConfigError if a file is missing."""
+    """Verify shards and print a report; return 1 if one is damaged. Raise ConfigError if one is missing."""
     from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())
@@ -101,7 +101,7 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
 
 
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
-    """Build the report of `inspect`: counts, entropies, samples and every damaged file."""
+    """Build the report that `inspect` prints: counts, entropies, samples and damaged files."""
     manifest = facts["manifest"]
     sources = [SourceFile.model_validate(source) for source in manifest["sources"]]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
@@ -118,8 +118,8 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     ]
     splits = [("train", manifest["train"]), ("held-out", manifest["held_out"])]
     tables = [
-        table(splits, OF_SPLIT, corner="split"),
-        table([(source.name, source) for source in worst], OF_SOURCE, corner=corner),
+        table(splits, SPLIT_COLUMNS, corner="split"),
+        table([(source.name, source) for source in worst], SOURCE_COLUMNS, corner=corner),
         Table(rows),
     ]
     return Report(
@@ -130,19 +130,19 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     )
 
 
-def _of(sources: Sequence[SourceFile], part: str, whole: str) -> str:
-    """Format the sum of one count over all sources, and its share of another."""
-    counted, of = (sum(getattr(source, name) for source in sources) for name in (part, whole))
-    return f"{counted:,} of {of:,} ({format_percent(counted / max(1, of))})"
+def _share(sources: Sequence[SourceFile], part: str, whole: str) -> str:
+    """Sum the counts `part` and `whole` over all sources, and format both sums with their ratio."""
+    counted, total = (sum(getattr(source, name) for source in sources) for name in (part, whole))
+    return f"{counted:,} of {total:,} ({format_percent(counted / max(1, total))})"
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
-    """Format the number of dropped documents by reason."""
+    """Format the number of dropped documents for each reason."""
     counts = [f"{format_count(n)} {stage.replace('_', ' ')}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no documents"
 
 
 def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the command to train on these shards."""
+    """Return the command that trains on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"

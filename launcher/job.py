@@ -1,7 +1,7 @@
 """Resolve the configuration, devices, data and output directory of verbs that start runs.
 
-A measuring verb locks its output directory and resumes there only with the same options, machine, versions
-and data; otherwise the results would not be comparable.
+A measuring verb locks its output directory. It resumes an earlier call only with the same options, machine,
+versions and data, because the results would not be comparable otherwise.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ CPU_RANKS = 2  # ranks for --nproc auto on a machine without a GPU
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A configuration with absolute paths, and the machine."""
+    """Configuration of a verb, with absolute paths, and the machine that runs it."""
 
     name: str  # file name of the configuration, without its suffix
     config: Config
     machine: Environment
-    allow_code: bool = False  # the files of `task` and `optim.name` may be executed
+    allow_code: bool = False  # whether the user's Python files (`task`, `optim.name`) may be executed
 
     @property
     def gpus(self) -> int:
-        """Count the visible GPUs available to ranks; 0 if ranks run on CPU cores."""
+        """Number of visible GPUs that ranks may use; 0 if ranks run on CPU cores."""
         return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
 
     def choose_ranks(self, nproc: str) -> int:
-        """Return the number of ranks for `nproc` (auto or a number). Raises ConfigError."""
+        """Return the number of ranks for `nproc` (auto or a number). Raise ConfigError if it is invalid."""
         if issues := self.device_issues(1):
             raise ConfigError(issues)
         if nproc == "auto":
@@ -74,34 +74,35 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Check that every one of `ranks` has a device; return at most one issue, possibly of `option`."""
+        """Return an issue for `option` if one of `ranks` ranks has no device, else []."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
         if self.gpus and ranks > self.gpus:
             hint = f"use {option} {self.gpus}, or run.device=cpu"
-            return [Issue(option, "out_of_range", f"{ranks} ranks but {self.gpus} GPUs", ranks, hint=hint)]
+            message = f"{ranks} ranks, but only {self.gpus} GPUs"
+            return [Issue(option, "out_of_range", message, ranks, hint=hint)]
         return []
 
     def device_warnings(self) -> list[str]:
-        """Return a warning if CUDA_VISIBLE_DEVICES selects no usable GPU; at most one line."""
+        """Return a warning if CUDA_VISIBLE_DEVICES selects no usable GPU, else []."""
         machine = self.machine
         if self.config.run.device == "cpu" or not machine.names_absent_gpus:
             return []
         return [
             f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} selects no usable GPU (this machine has "
-            f"{machine.gpus_present}), so ranks use CPU cores; correct it, or set run.device=cpu"
+            f"{machine.gpus_present}), so ranks use CPU cores; correct the variable, or set run.device=cpu"
         ]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
-        """Return the absolute path of `given`, or of FOLDER/NAME-KIND-DATE-TIME."""
+        """Return the absolute path of `given`, or by default of FOLDER/NAME-KIND-DATE-TIME."""
         name = "-".join([*filter(None, (self.name, kind)), time.strftime("%Y%m%d-%H%M%S")])
         return (given or Path(folder) / name).resolve()
 
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace setting names in a ConfigError by the user's options. `options`: setting -> option."""
+    """Replace settings with options in a ConfigError that the block raises. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -112,14 +113,15 @@ def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
 def load(
     name: str | None, overrides: Sequence[str], run_dir: Path | None = None, *, allow_code: bool = False
 ) -> Job:
-    """Load the configuration found by `find_config` and apply `overrides`. Raises ConfigError."""
+    """Load configuration `name` (see `find_config`) with `overrides`. Raise ConfigError if it is invalid."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
     return Job(path.stem, config, environment.probe(run_dir or Path()), allow_code)
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
-    """Find the configuration file `name`; None: the run's own, else quickstart.yaml. Raises ConfigError."""
+    """Return the path of configuration `name`; by default, config.yaml of the run directory if there is one,
+    else quickstart.yaml. Raise ConfigError if `name` is not a configuration."""
     if name is not None:
         path = find_named_config(name)
         if (path / "config.yaml").exists():
@@ -131,10 +133,10 @@ def find_config(name: str | None, run_dir: Path | None = None) -> Path:
 
 
 def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
-    """Find missing or incompatible files and packages of the configuration."""
+    """Return an issue for each missing or incompatible file or package that the configuration needs."""
     issues = code_issues(config, allowed=allow_code)
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
-    foreign = hf_directory(init_from)
+    hf_model = hf_directory(init_from)
 
     def missing(setting: str, message: str, hint: str | None = None) -> None:
         issues.append(Issue(setting, "not_found", message, hint=hint))
@@ -142,16 +144,16 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     paths = {"data.path": data.path, "data.tokenizer": data.tokenizer, "run.init_from": init_from}
     for setting, text in {**paths, "data.sources": " ".join(data.sources or ())}.items():
         if name := files.secret_in(text or "", os.environ):
-            message = f"contains the value of ${name}, which looks like a secret, and would be saved"
+            message = f"contains the value of ${name}, which looks like a secret, and the run would save it"
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
-    if config.task is not None:  # only the ranks can check its data
+    if config.task is not None:  # only the ranks can check the data of a custom task
         pass
     elif data.path is not None:
         try:
             manifest = read_data(config, Path(data.path))
             issues += manifest.issues(config)
-            if foreign is not None and foreign.exists():
-                issues += tokenizer_issues(foreign, manifest.tokenizer.sha256)
+            if hf_model is not None and hf_model.exists():
+                issues += tokenizer_issues(hf_model, manifest.tokenizer.sha256)
         except ConfigError as error:
             issues += [issue.within("data.path") for issue in error.issues]
     else:
@@ -162,10 +164,10 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
             missing("data.sources", f"{source} matches no file", "pass a file, a glob or `builtin`")
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         missing("data.tokenizer", f"{data.tokenizer} is not a file")
-    if init_from is not None and not Path(foreign or init_from).exists():
-        missing("run.init_from", f"{foreign or init_from} does not exist")
-    elif foreign is not None:
-        issues += hf_issues(foreign, config)
+    if init_from is not None and not Path(hf_model or init_from).exists():
+        missing("run.init_from", f"{hf_model or init_from} does not exist")
+    elif hf_model is not None:
+        issues += hf_issues(hf_model, config)
     elif init_from is not None:
         checkpoint = files.newest_checkpoint_facts(Path(init_from))
         if checkpoint is None:
@@ -181,13 +183,13 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         message, hint = "scoring needs sklearn and scipy", f"`{install_command('glue')}`"
         issues.append(Issue("objective.name", "needs_package", message, hint=hint))
     if engine == "independent":
-        message = "independent trains a separate model per rank, only to measure `bert-dp scale`'s ceiling"
+        message = "independent trains a separate model on each rank; only `bert-dp scale` can use it"
         issues.append(Issue("parallel.engine", "unsupported", message, engine, hint="use ddp"))
     return issues
 
 
 def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
-    """Find unknown services in `log.to`, and services with a missing package."""
+    """Return an issue about `setting` for each logging service that is unknown or not installed."""
     known = get_args(Logger)
     issues = []
     for name in names:
@@ -205,23 +207,23 @@ def has_package(name: str) -> bool:
 
 
 def built_data(config: Config) -> Path | None:
-    """Return the directory of the built data, or None if there is none. Raises ConfigError."""
+    """Return the directory of the shards; None if none are built. Raise ConfigError on unusable sources."""
     if config.data.path is not None:
         return Path(config.data.path)
-    found = _ask_for_data(config, "find")
+    found = _run_data_build(config, "find")
     return Path(found) if found else None
 
 
 def prepare_data(config: Config) -> Path:
-    """Check the shards and return their directory; build them from `data.sources` if necessary. Raises
-    ConfigError."""
-    if config.has_examples:  # each rank verifies its input
+    """Check the shards and return their directory. Build the shards from `data.sources` if necessary. Raise
+    ConfigError if the data is unusable."""
+    if config.has_examples:  # each rank checks its examples
         return Path(config.data.path or "")
-    return Path(_ask_for_data(config, "ensure"))
+    return Path(_run_data_build(config, "ensure"))
 
 
-def _ask_for_data(config: Config, verb: str) -> str:
-    """Run `python -m bert_dp.data.build` and return its output line. Raises ConfigError."""
+def _run_data_build(config: Config, verb: str) -> str:
+    """Run `python -m bert_dp.data.build VERB` and return its output. Raise ConfigError for its issues."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
@@ -233,7 +235,7 @@ COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # packages whose ver
 
 
 def place_issues(directory: Path, option: str) -> list[Issue]:
-    """Check that `directory` can be created and written; return at most one issue. Raises OSError."""
+    """Return an issue for `option` if `directory` is not writable, else []. Raise OSError on a read error."""
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     if not existing.is_dir():
         return [Issue(option, "exists", f"{directory} cannot be created: {existing} is a file")]
@@ -245,7 +247,7 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
-    Raises ConfigError for `option` if the directory is not writable or in use by another `what`."""
+    Raise ConfigError for `option` if the directory is not writable or another `what` is using it."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -269,17 +271,17 @@ def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Itera
 
 @dataclasses.dataclass(frozen=True)
 class Output(Generic[P]):
-    """The --out directory of a measuring verb; a later call can resume an interrupted one."""
+    """Output directory (--out) of a measuring verb. A later call can resume an interrupted call."""
 
     path: Path
     what: str  # noun for messages: grid, search, evaluation
     file: str  # file name of the plan
     plan: P
-    fixed: tuple[str, ...]  # fields of `plan` that must not change
-    grows: tuple[str, ...] = ()  # numbers among them (`field` or `field.name`) that may increase
+    fixed: tuple[str, ...]  # fields of `plan` that must not change between calls
+    grows: tuple[str, ...] = ()  # numbers in fixed fields (`field` or `field.name`) that may increase
 
     def issues(self) -> list[Issue]:
-        """Check that this verb can use the directory; return at most one issue. Raises OSError."""
+        """Return an issue if this verb cannot use the directory, else []. Raise OSError on a read error."""
         hint = "choose another directory"
         if issues := place_issues(self.path, "--out"):
             return issues
@@ -299,14 +301,14 @@ class Output(Generic[P]):
         return [Issue("--out", "exists", message, hint=f"{hint}, or repeat its options to resume it")]
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the directory. Raises ConfigError."""
+        """Lock the directory in a `with` block. Raise ConfigError if it is not writable or in use."""
         return lock_output_dir(self.path, ".lock", "--out", self.what)
 
     def begin(
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> tuple[dict[str, Any], Path, Manifest]:
-        """Prepare the data and call `begin_with`; return its fields, the shard directory and the manifest.
-        Raises ConfigError for issues with the data, or if the machine, versions or data have changed."""
+        """Prepare the data and call `begin_with`. Return the fields of a result file, the shard directory and
+        the manifest. Raise ConfigError if the data is unusable, or if `begin_with` does."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):
@@ -314,8 +316,8 @@ class Output(Generic[P]):
         return self.begin_with(manifest.hash), shards, manifest
 
     def begin_with(self, data_hash: str) -> dict[str, Any]:
-        """Write the plan and the environment, after the data is prepared. Raises ConfigError like `begin`.
-        Returns the fields of a result file that identify the machine, the configuration and the data."""
+        """Write the plan and environment.json. Return the fields of a result file that identify the machine,
+        the configuration and the data. Raise ConfigError if machine, versions or data have changed."""
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))
@@ -323,7 +325,7 @@ class Output(Generic[P]):
         if differ := [
             _difference(key, then.get(key), here[key]) for key in here if then.get(key) != here[key]
         ]:
-            message = f"machine, versions or data differ from those of {self.path} ({'; '.join(differ)})"
+            message = f"machine, versions or data of {self.path} have changed ({'; '.join(differ)})"
             raise ConfigError([Issue("--out", "exists", message, hint="choose another directory")])
         options = {name: getattr(self.plan, name) for name in self.fixed}
         plan = (before or self.plan).model_copy(update={**options, "machine": here})
@@ -346,14 +348,15 @@ class VerbOptions(NamedTuple):
     console: Console
 
     def log(self, setup: Job) -> Log:
-        """Print the warnings of the job and return the function for printing lines."""
+        """Print the device warnings of the job, and return a function that prints a line."""
         log = logger(self.console, self.as_json)
         for line in setup.device_warnings():
             log(f"warning: {line}")
         return log
 
     def measure(self, output: Output[P], run: Callable[[], tuple[StoredFile, Report, int]]) -> int:
-        """Lock the directory, measure and print the result (dry run: the plan); return the exit code."""
+        """Lock the directory, call `run`, print its result and return its exit code. In a dry run, print the
+        plan if JSON is requested, and return 0."""
         if self.dry_run:
             if self.as_json:
                 sys.stdout.write(results.to_json(output.plan))
@@ -369,7 +372,7 @@ class VerbOptions(NamedTuple):
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
-    """Return the facts that must match for results to be comparable."""
+    """Return the hardware, versions and data hash that must be equal for results to be comparable."""
     return {
         "cpu": machine["cpu_model"],
         "cores": machine["affinity_cores"],

@@ -1,4 +1,4 @@
-"""Print a verb's output to the console or to stderr, safe for a terminal and without secrets."""
+"""Print to the console or to stderr, without control characters and without the values of secrets."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Log = Callable[[str], None]
-PIPE_COLUMNS = 1000
-PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+PIPE_COLUMNS = 1000  # width of output to a file or a pipe
+PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}  # options of `show` for plain text
 
 
 def console() -> Console:
-    """Create a console for stdout. Characters that cannot be encoded become question marks. Output to a file
-    or a pipe is not wrapped unless COLUMNS is set."""
+    """Create a console for stdout. Characters that stdout cannot encode become question marks. Output to a
+    file or a pipe is not wrapped unless COLUMNS is set."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -34,24 +34,24 @@ def console() -> Console:
     return Console(width=None if wraps else PIPE_COLUMNS)
 
 
-def show(console: Console, what: Any, **options: Any) -> None:
-    """Print to the console. A closed pipe must not stop the run."""
+def show(console: Console, item: Any, **options: Any) -> None:
+    """Print text or a rich object. If stdout is closed, discard all output, so that the run continues."""
     try:
-        console.print(files.printable(what) if isinstance(what, str) else what, **options)
+        console.print(files.printable(item) if isinstance(item, str) else item, **options)
         console.file.flush()
-    except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
+    except (OSError, ValueError, SystemExit):  # rich raises SystemExit on a broken pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_error(text: str) -> None:
-    """Write lines to stderr."""
+    """Write text to stderr, unless stderr is closed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{files.printable(text)}\n")
         sys.stderr.flush()
 
 
 def logger(console: Console, as_json: bool) -> Log:
-    """Return a command's logging function: prints to stderr if stdout carries JSON, else to the console."""
+    """Return a function that prints a line to stderr if stdout carries JSON, else to the console."""
 
     def log(line: str) -> None:
         if as_json:
@@ -63,7 +63,7 @@ def logger(console: Console, as_json: bool) -> Log:
 
 
 def runnable(command: str) -> str:
-    """Make a bert-dp command runnable here: with an absolute path unless PATH finds this bert-dp."""
+    """Replace `bert-dp` in a command with an absolute path, unless PATH finds this installation's program."""
     own, found = Path(sys.executable).with_name("bert-dp"), shutil.which("bert-dp")
     if not command.startswith("bert-dp ") or (found and own.exists() and os.path.samefile(found, own)):
         return command
@@ -72,7 +72,7 @@ def runnable(command: str) -> str:
 
 
 def masked_command(argv: Sequence[str]) -> list[str]:
-    """Mask the secrets in a command line: `--token=abc`, `TOKEN=abc`, `--api-key abc`, `Token: abc`."""
+    """Mask secrets in a command line, such as `--token=abc`, `TOKEN=abc`, `--api-key abc` or `Token: abc`."""
     secrets = files.secret_values(os.environ)
     shown = []
     for before, item in zip(("", *argv), argv, strict=False):

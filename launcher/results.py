@@ -1,10 +1,10 @@
 """Read and write result files, and define the models that several verbs share.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. Intervals are [low, high] at 95 %. null: not measured.
+are fractions. Intervals are 95 % confidence intervals, [low, high]. null means not measured.
 """
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import contextlib
 import json
@@ -26,12 +26,12 @@ F = TypeVar("F", bound=StoredFile)
 
 
 def read(path: Path, model: type[F]) -> F:
-    """Read a result file. Raises ConfigError."""
+    """Read a result file. Raise ConfigError if it is missing or damaged."""
     return parse(load(path, model.hint), model, str(path))
 
 
 def load(path: Path, hint: str) -> Any:
-    """Read a JSON file. Raises ConfigError."""
+    """Read a JSON file. Raise ConfigError with `hint` if it is missing or damaged."""
     with refusing(str(path), hint=hint):
         return files.parse_json(read_regular(path, files.MAX_JSON_BYTES))
 
@@ -44,7 +44,7 @@ def find(path: Path, model: type[F]) -> F | None:
 
 
 def parse(data: Any, model: type[F], name: str) -> F:
-    """Validate the contents of the file `name`. Raises ConfigError with the first problem."""
+    """Validate the contents of the file `name`. Raise ConfigError with the first problem found."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -52,17 +52,17 @@ def parse(data: Any, model: type[F], name: str) -> F:
 
 
 def plain(part: StoredModel) -> dict[str, Any]:
-    """Convert a model to JSON values, in the order of its fields."""
+    """Convert a model to JSON values in field order."""
     return part.model_dump(mode="json")
 
 
 def write(path: Path, file: StoredFile) -> None:
-    """Write a result file atomically. Raises OSError."""
+    """Write a result file atomically. Raise OSError if writing fails."""
     files.write_json(path, plain(file))
 
 
 def to_json(found: object) -> str:
-    """Format a result for `--json`; non-finite numbers become null."""
+    """Format a result as JSON text for `--json`. Non-finite numbers become null."""
     return (
         json.dumps(files.finite(plain(found) if isinstance(found, StoredModel) else found), indent=1) + "\n"
     )
@@ -72,32 +72,32 @@ MeasureStatus = Literal["complete", "partial", "failed"]
 
 
 class Measurement(StoredFile):
-    """Result of a measuring verb: several trials in one directory."""
+    """Result of a verb that measures several trials in one directory."""
 
     schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
-    reason: str | None = None  # cause of the failure
+    reason: str | None = None  # cause of status `failed`
     date: str | None = None
     seconds: float | None = None  # total time of all trials, over all calls
-    environment: dict[str, Any] = {}  # environment.json
+    environment: dict[str, Any] = {}  # contents of environment.json
     config_hash: str | None = None
-    config: dict[str, Any] = {}  # the resolved configuration
+    config: dict[str, Any] = {}  # resolved configuration
     data_hash: str | None = None
     command: list[str] = []
     ranks: int | None = None  # ranks per trial
 
 
 class TuneFile(Measurement):
-    """Contents of tune.json, common to both searches."""
+    """Fields of tune.json that `tune batch` and `tune lr` share."""
 
     hint: ClassVar[str] = "repeat the `bert-dp tune` command with the same --out to rewrite it"
 
 
 class PlanFile(StoredFile):
-    """Options and configuration of the first call with an output directory."""
+    """Options and configuration of a verb's first call with an output directory."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1
     config_hash: str
     config: dict[str, Any] = {}
-    machine: dict[str, Any] | None = None  # facts that must match for results to be comparable
+    machine: dict[str, Any] | None = None  # hardware, versions and data; see job.identity

@@ -1,4 +1,4 @@
-"""Compute confidence intervals by Student's t, or by a bootstrap over repeats and blocks of steps."""
+"""Compute confidence intervals with Student's t, or with a bootstrap over repeats and blocks of steps."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-DRAWS = 2000
-BLOCK = 5  # steps per block: a slow moment spans neighbouring steps
-LEVEL = 0.95
-WIDEST = 2.0  # largest high / low of a measurable ratio's interval
-NORMAL = 1.960  # two-sided quantile at LEVEL
+DRAWS = 2000  # number of bootstrap draws
+BLOCK = 5  # steps per block; single steps are not resampled, because neighbouring step times are correlated
+LEVEL = 0.95  # confidence level
+WIDEST = 2.0  # largest high / low in the interval of a measurable ratio
+NORMAL = 1.960  # two-sided normal quantile at LEVEL
 
 
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
-    """Resample the mean step time of a cell by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
+    """Resample the mean step time of repeated runs by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
 
-    `repeats`: [R] lists of the seconds of each timed step. A draw resamples R repeats with replacement, and
-    blocks of BLOCK steps within each; its value is the median of the R means. Few repeats understate the
-    spread, so the logarithms are widened about their median by (Student's t / normal quantile) and by
-    sqrt(R / (R - 1)). Returns seconds, [DRAWS], or None for a single repeat.
+    `repeats`: R lists with the seconds of each timed step. A draw resamples R repeats with replacement, and
+    blocks of BLOCK steps within each repeat; its value is the median of the R means. Few repeats understate
+    the spread. On a logarithmic scale, each draw's distance from the measured median is therefore multiplied
+    by (Student's t / normal quantile) * sqrt(R / (R - 1)). Return seconds, [DRAWS], or None for one repeat.
     """
     import numpy as np
 
@@ -46,7 +46,7 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the mean's confidence interval (Student's t), from two or more values."""
+    """Return half the width of the mean's confidence interval (Student's t) for two or more values."""
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -66,23 +66,23 @@ def geometric_mean(ratios: Sequence[float]) -> tuple[float, list[float] | None]:
 
 
 def is_measurable(interval: Sequence[float] | None) -> bool:
-    """Check that the interval of a ratio, if known, spans at most a factor of WIDEST."""
+    """Return whether the interval of a ratio is unknown (None) or spans at most a factor of WIDEST."""
     return interval is None or 0 < interval[1] <= WIDEST * interval[0]
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
-    """Draw [DRAWS] means of `steps` resampled in circular blocks to weight all steps equally."""
+    """Return [DRAWS] means of `steps`, resampled in circular blocks so that all steps have equal weight."""
     import numpy as np
 
     count = -(-len(steps) // BLOCK)
     starts = draw.integers(len(steps), size=(DRAWS, count))
-    places = (starts[:, :, None] + np.arange(min(BLOCK, len(steps)))) % len(steps)
-    means: Floats = steps[places].mean(axis=(1, 2))
+    indices = (starts[:, :, None] + np.arange(min(BLOCK, len(steps)))) % len(steps)
+    means: Floats = steps[indices].mean(axis=(1, 2))
     return means
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central LEVEL of the draws as [low, high]."""
+    """Return the central interval [low, high] with the share LEVEL of the draws; None without draws."""
     if draws is None:
         return None
     import numpy as np
@@ -92,5 +92,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Compute the interval of scale x over / under for two independently resampled cells."""
+    """Return the interval of scale * over / under from independent draws of both; None if one is None."""
     return None if over is None or under is None else interval(scale * over / under)

@@ -193,7 +193,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
         "teachers-logits-in-order-of-length": ("[np.argsort(np.concatenate(together))]", "")
     },
     ("bert_dp/model/bilstm.py", "tests/unit/test_distill.py"): {
-        "reversed-with-padding": ("length_B[:, None] - 1 - place_S)", "ids_BS.shape[1] - 1 - place_S)[None]")
+        "reversed-with-padding": ("length_B[:, None] - 1 - index_S)", "ids_BS.shape[1] - 1 - index_S)[None]")
     },
     ("bert_dp/examples/augment.py", "tests/unit/test_distill.py"): {
         "copies-without-the-seed": ('Random(f"{seed}/{example}/{copy}")', 'Random(f"{example}/{copy}")'),

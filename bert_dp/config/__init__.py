@@ -1,4 +1,4 @@
-"""Configuration of a run: settings, checks and manifests of its data. Torch-free."""
+"""Define, read and check the configuration of a run and the manifests of its data. Torch-free."""
 
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, peak_lr, progress_at, with_budget
 from bert_dp.config.checks import (

@@ -1,4 +1,4 @@
-"""Compute the batch equation and ramp, a run's progress through its budget, and its peak learning rate."""
+"""Compute the batch sizes of a run, its progress through its budget, and its peak learning rate."""
 
 from typing import NamedTuple
 
@@ -8,26 +8,27 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# arXiv 1904.00962, table 2: one rule for batch sizes from 512 to 32,768
+# learning rate of the untuned LAMB rule for batch sizes from 512 to 32,768 (arXiv 1904.00962, table 2)
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
 
 
 class BatchLayout(BaseModel):
-    """Batch equation for one world size: global = micro x accumulation x dp."""
+    """Factors of the global batch for one world size: global_size = micro_size x grad_accum_steps x dp."""
 
     model_config = ConfigDict(frozen=True)
     world_size: int
     tensor: int
     """Ranks per replica."""
     dp: int
+    """Number of replicas."""
     micro_size: int
     grad_accum_steps: int
     global_size: int
 
     @property
     def samples_per_micro_step(self) -> int:
-        """Sequences per forward/backward pass, over all replicas."""
+        """Return the sequences per forward/backward pass over all replicas."""
         return self.micro_size * self.dp
 
     def __str__(self) -> str:
@@ -36,8 +37,8 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Compute the gradient accumulation that gives the declared global batch on `world_size` ranks. Raises
-    ConfigError if the global batch does not divide, and suggests the nearest sizes that do."""
+    """Compute the gradient accumulation that gives the configured global batch on `world_size` ranks. Raises
+    ConfigError if settings conflict or the global batch is not divisible; hints name the nearest sizes."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -70,8 +71,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return progress f in [0, 1]: consumed / declared, in the budget's unit; for epochs see with_budget.
-    `spent`: seconds for a budget in hours; share of the budget for dollars or kWh."""
+    """Return the consumed share of the budget, f in [0, 1]. with_budget must first convert epochs.
+    `spent`: seconds if the budget is in hours; share of the budget if it is in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -83,8 +84,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Convert schedule.epochs, if set, to the tokens in that many passes over `num_samples` training
-    sequences, or to whole steps in finetuning, because examples differ in length."""
+    """Return the configuration with a budget in epochs, each of `num_samples` samples, converted to tokens
+    or, in finetuning, to whole steps, because examples differ in length."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -96,7 +97,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the number of sequences in the step that starts at progress f: a linear ramp in quanta."""
+    """Return the number of sequences in the step that starts at `progress`, with the batch ramp applied."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -110,9 +111,9 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Compute the peak learning rate of a run; return it with its equation. optim.lr: auto = the untuned LAMB
-    rule. lr_scaling: sqrt keeps the noise per sample constant for Adam, LAMB and Muon updates (arXiv
-    2205.10287); linear is the rule for plain SGD (arXiv 1706.02677)."""
+    """Compute the peak learning rate of a run; return it with its equation. `lr: auto` selects the untuned
+    LAMB rule. `lr_scaling: sqrt` keeps the noise per sample constant for Adam, LAMB and Muon updates (arXiv
+    2205.10287); `linear` is the rule for plain SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5
@@ -124,4 +125,4 @@ def peak_lr(config: Config) -> PeakLr:
     root = optim.lr_scaling == "sqrt"
     value = optim.lr * (ratio**0.5 if root else ratio)
     rule = f"{'sqrt' if root else ''}({batch} / {optim.lr_batch})"
-    return PeakLr(value, f"{value:.4g} = {optim.lr:g} x {rule}, global batch / the batch it was tuned at")
+    return PeakLr(value, f"{value:.4g} = {optim.lr:g} x {rule} (global batch / optim.lr_batch)")

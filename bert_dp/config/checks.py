@@ -1,5 +1,5 @@
-"""Check a configuration before a run: settings that conflict, have no effect or have changed. Also choose
-the precision and the transformers class, read CPU features, and check which steps to profile."""
+"""Find settings that conflict, have no effect, or differ from a saved run. Also choose the precision and the
+transformers class, read CPU features, and check the steps to profile."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
     engine, tensor = parallel.engine, parallel.tensor
     facts = engine_facts(engine)
     if facts.max_ranks is not None and world_size > facts.max_ranks:
-        message = f"{engine} runs one rank, got --nproc {world_size}"
+        message = f"{engine} runs only one rank, got --nproc {world_size}"
         yield Issue("parallel.engine", "conflict", message, engine, "--nproc", "use ddp")
     if world_size < facts.min_ranks:
         message = f"{engine} needs at least {facts.min_ranks} ranks, got --nproc {world_size}"
@@ -39,10 +39,10 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         yield Issue("parallel.fsdp_replicas", "does_not_divide", message, replicas, "--nproc", hint)
     needs = optimizer_facts(optim).needs
     if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
-        message, hint = "a custom optimizer needs whole replicas", "use ddp without parallel.tensor"
+        message, hint = "a custom optimizer needs unsharded replicas", "use ddp without parallel.tensor"
         yield Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint)
     if config.task is not None and tensor > 1:
-        message = f"{tensor} works with bert-dp's own models only"
+        message = f"{tensor} works only with bert-dp's own models"
         yield Issue("parallel.tensor", "unsupported", message, tensor, "task", "use 1")
     if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
         other, value, hint = "parallel.engine", str(engine), "use ddp or zero1"
@@ -51,7 +51,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         message = f"{optim} multiplies whole matrices, but {other}: {value} shards them"
         yield Issue("optim.name", "conflict", message, optim, other, hint)
     if needs == "tensor_norms" and facts.flattens and sharded(engine, parallel.zero_stage):
-        message = f"{optim} needs the norms of whole tensors, but DeepSpeed ZeRO flattens them"
+        message = f"{optim} needs the norms of whole tensors, but DeepSpeed ZeRO flattens the tensors"
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
         yield Issue("optim.name", "conflict", message, optim, "parallel.engine", hint)
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
@@ -76,8 +76,8 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
 
 
 def rank_sets(config: Config, world_size: int) -> dict[str, int]:
-    """Return, by setting, the sizes of the sets of consecutive ranks that must share a node. Ranks of one
-    replica communicate in every layer; ranks that shard weights communicate in every block."""
+    """Return, for each setting, the number of consecutive ranks that must share a node. Ranks of one replica
+    communicate in every layer; ranks that shard weights communicate in every block."""
     parallel = config.parallel
     sets = {"parallel.tensor": parallel.tensor}
     if "fsdp_replicas" in engine_facts(parallel.engine).settings and parallel.fsdp_replicas > 1:
@@ -86,8 +86,8 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find sets of ranks spread over several nodes, at most one per setting. `nodes`: node name of each rank;
-    messages show the part before a slash. `sets`: see rank_sets."""
+    """Find sets of ranks that are spread over several nodes; return at most one issue per setting. `nodes`:
+    node name of each rank, of which messages show the part before a slash. `sets`: see rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -103,7 +103,7 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
 
 
 def residual_issues(config: Config, precision: str) -> list[Issue]:
-    """Check that the residual stream can be in bf16 under `precision` (auto: not decided yet)."""
+    """Check that `precision` permits model.residual_dtype; auto passes because it is resolved later."""
     if config.model.residual_dtype == "full" or precision in ("auto", "bf16"):
         return []
     decided = " (auto)" if config.precision == "auto" else ""
@@ -133,10 +133,10 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     """Find settings that conflict with labelled examples."""
     if not config.has_examples:
         return
-    labels, kind = len(config.finetune.labels), config.finetune.kind
-    if kind != "regression" and labels < 1 + (kind == "single_label"):
-        hint = "list them, or use `bert-dp finetune`, which reads them from the data"
-        yield Issue("finetune.labels", "missing", f"{labels} names for a {kind} task", labels, hint=hint)
+    count, kind = len(config.finetune.labels), config.finetune.kind
+    if kind != "regression" and count < 1 + (kind == "single_label"):
+        hint = "list the labels, or use `bert-dp finetune`, which reads them from the data"
+        yield Issue("finetune.labels", "missing", f"{kind} needs more than {count} labels", count, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
         yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
@@ -160,19 +160,19 @@ def noise_issues(config: Config, dp: int) -> Iterator[Issue]:
     if parallel.tensor > 1 or not engine_facts(parallel.engine).noise_scale:
         name = "engine" if parallel.tensor == 1 else "tensor"
         under = f"parallel.{name}: {getattr(parallel, name)}"
-        message = f"true, but gradients at two batch sizes are not visible under {under}"
+        message = f"true, but {under} does not expose gradients at two batch sizes"
         hint = "use ddp, zero1 or single with parallel.tensor: 1, or log.noise_scale: false"
         yield Issue("log.noise_scale", "unsupported", message, True, f"parallel.{name}", hint)
     elif dp == 1 and batch.global_size <= batch.micro_size:
         fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
         fix = f"batch.micro_size: {fits[-1]}, " if fits else ""
-        message = "true, but it compares two batches, and one replica with accumulation 1 has only one"
+        message = "true, but one replica without gradient accumulation has gradients at only one batch size"
         hint = f"use {fix}more ranks, or log.noise_scale: false"
         yield Issue("log.noise_scale", "conflict", message, True, "batch.micro_size", hint)
 
 
 def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
-    """Find settings that were given explicitly but have no effect in this run. `ranks`: None = unknown."""
+    """Find settings that were set explicitly but have no effect. `ranks`: number of ranks; None = unknown."""
     parallel, optim = config.parallel, config.optim
     engine = "single" if parallel.engine == "auto" and ranks == 1 else parallel.engine
     choices: dict[str, tuple[str, str, tuple[str, ...], Mapping[str, Any]]] = {
@@ -186,7 +186,7 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
         if name not in given or value_at(config, path) == field.default:
             continue
         rules = [mark for mark in marks if isinstance(mark, OnlyWith)]
-        idle = [(r.setting, value) for r in rules if not r.holds(value := value_at(config, r.setting))]
+        idle = [(r.setting, value) for r in rules if not r.applies(value := value_at(config, r.setting))]
         if section in choices:
             chooser, choice, read, table = choices[section]
             if name not in read and any(name in row.settings for row in table.values()):
@@ -208,7 +208,7 @@ def _yaml_word(value: object) -> str:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that differ from a saved configuration but may not change when its run resumes."""
+    """Find settings that differ from a saved configuration but must not change when its run resumes."""
     free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
@@ -228,8 +228,8 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that make weights trained under the configuration `old` unusable in the new model.
-    Comparing shapes is not enough: weights of a different number of heads, or norm, load but mean nothing."""
+    """Find settings that differ from the configuration `old` of the weights and make them unusable. Equal
+    shapes do not suffice: with another number of heads, for example, weights load but are wrong."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]
@@ -239,7 +239,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
         fixed.append("optim.name")
     issues = []
     if (own := old.get("task")) != new.task:
-        message = f"its model belongs to task {own}"
+        message = f"it was trained with task: {_yaml_word(own)}"
         issues.append(Issue("run.init_from", "conflict", message, source, "task", "choose another run"))
     for name in fixed:
         if (was := before.get(name)) != after[name]:
@@ -266,18 +266,18 @@ _CLASSES = {
     ("learned", "layernorm", "pre"): "RobertaPreLayerNorm",
     ("learned", "layernorm", "post"): "BERT",
 }
-# fixed in a class, whatever its configuration says: setting -> the only supported value
-_HOLDS: dict[str, dict[str, Any]] = {
+# setting -> the only value that the transformers class supports
+_FIXED: dict[str, dict[str, Any]] = {
     "ModernBERT": {"mlp": "geglu", "first_attention_norm": False, "token_types": 0},
     "EuroBERT": {"mlp": "geglu", "first_attention_norm": True, "token_types": 0, "local_attention": 0},
 }
 _BERTS = ("BERT", "RoBERTa", "RobertaPreLayerNorm")
-_HOLDS |= {name: {"mlp": "gelu", "first_attention_norm": True, "local_attention": 0} for name in _BERTS}
-_OTHERWISE = "use `bert-dp export onnx`, which supports any run"
+_FIXED |= {name: {"mlp": "gelu", "first_attention_norm": True, "local_attention": 0} for name in _BERTS}
+_USE_ONNX = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the transformers architecture with these positions and norms, or None."""
+    """Return the transformers architecture with the same positions and norms as the model, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
@@ -302,29 +302,29 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
         return [Issue("model.lstm_size", "unsupported", message, model.lstm_size, hint=hint)]
     if name is None:
         message = f"{model.position}, but no transformers class has it with model.norm: {model.norm}"
-        return [Issue("model.position", "unsupported", message, model.position, "model.norm", _OTHERWISE)]
+        return [Issue("model.position", "unsupported", message, model.position, "model.norm", _USE_ONNX)]
     if kind == "classifier" and finetune.head == "recipe":
-        message = "recipe, which no transformers class has"
-        hint = f"finetune with finetune.head: native, or {_OTHERWISE}"
+        message = "no transformers class has the recipe head"
+        hint = f"finetune with finetune.head: native, or {_USE_ONNX}"
         return [Issue("finetune.head", "unsupported", message, finetune.head, hint=hint)]
-    holds = {f"model.{field}": only for field, only in _HOLDS[name].items()}
+    fixed = {f"model.{field}": only for field, only in _FIXED[name].items()}
     if kind == "mlm":
-        holds["model.head"] = "none" if name == "EuroBERT" else "dense"
+        fixed["model.head"] = "none" if name == "EuroBERT" else "dense"
         if name == "EuroBERT":
-            holds["model.decoder_bias"] = False
+            fixed["model.decoder_bias"] = False
     if kind == "classifier" and name in _BERTS:
-        holds["finetune.pooling"] = "cls"
+        fixed["finetune.pooling"] = "cls"
     issues = []
-    for path, only in holds.items():
+    for path, only in fixed.items():
         if (value := value_at(config, path)) != only:
             message = f"{_yaml_word(value)}, but {name} supports only {_yaml_word(only)}"
             without_head = ", or --encoder, which omits the head" if path == "model.head" else ""
-            issues.append(Issue(path, "unsupported", message, value, hint=_OTHERWISE + without_head))
+            issues.append(Issue(path, "unsupported", message, value, hint=_USE_ONNX + without_head))
     return issues
 
 
 def export_formats(config: Config) -> str:
-    """List the formats a run can be exported to, and the settings that transformers does not support."""
+    """Describe the export formats of a run and name the settings that transformers does not support."""
     if config.task is not None:
         return "none: its model belongs to a custom task"
     if config.model.lstm_size:
@@ -337,14 +337,11 @@ def export_formats(config: Config) -> str:
     return f"{graphs}; transformers has no class for {', '.join(issue.setting for issue in issues)}"
 
 
-# --- precision
-
-
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Resolve `precision: auto`: the checkpoint's precision (`kept`), else bf16 if every rank's device has
-    bf16 matrix products (`has_bf16`) and every engine supports it, else fp16 on a GPU and fp32 on a CPU."""
+    """Return `setting`; if it is auto, the checkpoint's precision `kept`, else bf16 if all devices have bf16
+    matrix products (`has_bf16`) and all engines support bf16, else fp16 on a GPU and fp32 on a CPU."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -355,8 +352,8 @@ def decide_precision(
 
 
 def cpu_field(name: str, root: Path = Path("/")) -> str:
-    """Read the first value of a field in /proc/cpuinfo ("flags", "vendor_id", "model name"); "" if there
-    is none. `root`: the parent directory of proc/."""
+    """Read the first value of a field in /proc/cpuinfo ("flags", "vendor_id", "model name"); return "" if
+    there is none. `root`: the parent directory of proc/."""
     text = ""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -365,7 +362,7 @@ def cpu_field(name: str, root: Path = Path("/")) -> str:
 
 
 def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the BF16_UNITS of this machine's CPU; () if it has none or there is no /proc/cpuinfo."""
+    """Return the BF16_UNITS of this machine's CPU; () if there are none or /proc/cpuinfo is missing."""
     flags = cpu_field("flags", root).split()
     return tuple(unit for unit in BF16_UNITS if unit in flags)
 
@@ -375,24 +372,24 @@ def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePlan:
-    """Steps `first` to `last` (from 1, as in metrics.jsonl) on `ranks` to record with torch.profiler."""
+    """Steps (`first` to `last`, from 1 as in metrics.jsonl) and ranks to record with torch.profiler."""
 
     first: int
     last: int
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's options, limited to existing ranks because a restart may have fewer."""
+        """Return the worker's options, without ranks that do not exist after a restart with fewer ranks."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
 
 def parse_profile(steps: str, ranks: str) -> ProfilePlan:
-    """Parse `10:13` = steps 10, 11 and 12, and `0,1` = two ranks. Raises ConfigError."""
+    """Parse steps such as `10:13` (10, 11 and 12) and ranks such as `0,1`. Raises ConfigError."""
     span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     first, end = (int(span[1]), int(span[2])) if span else (0, 0)
     if not 1 <= first < end:
-        message, hint = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END", "10:13 is steps 10, 11, 12"
+        message, hint = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END", "10:13 means 10, 11, 12"
         raise ConfigError([Issue("--profile", "wrong_type", message, hint=hint)])
     if re.fullmatch(r"\d{1,12}(,\d{1,12})*", ranks.replace(" ", "")) is None:
         message = f"{ranks[:40]!a} is not a list of ranks such as 0,1"
@@ -401,16 +398,16 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
-    """Find profiled steps and ranks outside a run of `world_size` ranks and `steps` steps (None = not known
-    in advance) that starts after `done` steps."""
+    """Find profiled steps and ranks that a run does not have. `steps`: all steps of the run; None = unknown.
+    `done`: steps before this start."""
     issues = []
     if steps is not None and plan.last > steps:
-        message, hint = f"step {plan.last} is beyond this run's {steps}", f"end at {steps + 1} at most"
+        message, hint = f"step {plan.last} is after the last step ({steps})", f"use END <= {steps + 1}"
         issues.append(Issue("--profile", "out_of_range", message, plan.last, hint=hint))
     if plan.first <= done:
-        message = f"step {plan.first} is done, the run resumes at step {done + 1}"
-        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="start there"))
+        message, hint = f"step {plan.first} is already done", f"use FIRST >= {done + 1}"
+        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint=hint))
     if missing := [rank for rank in plan.ranks if rank >= world_size]:
-        message = f"no rank {', '.join(map(str, missing))}, this run has 0 to {world_size - 1}"
+        message = f"no rank {', '.join(map(str, missing))}; the ranks are 0 to {world_size - 1}"
         issues.append(Issue("--profile-ranks", "out_of_range", message, missing[0]))
     return issues

@@ -1,6 +1,7 @@
-"""Describe each engine and optimizer for checks, cost, plan, scale and advice. Torch-free.
+"""Declare the properties of engines and optimizers, for checks, costs, plans and advice. Torch-free.
 
-Each engine has a row here and a file `bert_dp/parallel/NAME.py`; each optimizer has a row here and its file.
+Each engine has a row in ENGINES and a file `bert_dp/parallel/NAME.py`; each optimizer has a row in OPTIMIZERS
+and a file `bert_dp/optim/NAME.py`.
 """
 
 import dataclasses
@@ -13,36 +14,37 @@ SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")  # in the o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineFacts:
-    """One row of `ENGINES`; the defaults describe plain data parallelism."""
+    """Properties of an engine; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """State sharded over the replicas; with `stages`, the first `parallel.zero_stage` of these."""
+    """State that is sharded over the replicas; with `stages`, only the first `parallel.zero_stage` items."""
     stages: bool = False
+    """`parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
-    """Fields of `parallel` that the engine reads, besides engine, tensor and activation_checkpointing."""
+    """Fields of `parallel` that the engine reads, other than engine, tensor and activation_checkpointing."""
     min_ranks: int = 1
     max_ranks: int | None = None
     tensor: bool = False
-    """Can be combined with tensor parallelism."""
+    """The engine can be combined with tensor parallelism."""
     whole_tensors: bool = True
-    """The optimizer sees whole tensors, as Muon requires."""
+    """The optimizer receives whole tensors, as Muon requires."""
     flattens: bool = False
     """Sharded optimizer state is one flat vector, which hides the tensor norms that LAMB needs."""
     refused_precisions: tuple[str, ...] = ()
     noise_scale: bool = False
-    """Gradients are visible at two batch sizes, as `log.noise_scale` requires."""
-    meets_in_forward: bool = False
-    """Ranks wait for each other during forward and backward, which hides a rank's own compute time."""
+    """The engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
+    waits_in_forward: bool = False
+    """Ranks wait for each other during forward and backward, so a rank's own compute time is unknown."""
     master_copy: bool = False
     """The owner of an optimizer shard keeps a separate copy of its weights (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
-    """Gradients stay whole between the micro batches of a step and are sharded at its end."""
+    """Gradients stay whole between the micro batches of a step and are sharded at the end of the step."""
     package: str | None = None
-    """Package that the engine wraps, and the extra of the same name in pyproject.toml."""
+    """Package that the engine wraps; its extra in pyproject.toml has the same name."""
     benchmarked: bool = True
-    """`scale --engines` accepts it."""
+    """`scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """(end of a file's path, function that only waits for a collective) -> name of the collective."""
+    """Functions that only wait for a collective: (end of the file's path, function) -> collective."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -62,7 +64,7 @@ ENGINES: dict[str, EngineFacts] = {
         settings=("fsdp_replicas",),
         tensor=True,
         whole_tensors=False,
-        meets_in_forward=True,
+        waits_in_forward=True,
         whole_gradients=True,
     ),
     "accelerate": EngineFacts(settings=("bucket_mib",), package="accelerate"),
@@ -73,7 +75,7 @@ ENGINES: dict[str, EngineFacts] = {
         whole_tensors=False,
         flattens=True,
         refused_precisions=("fp64", "fp16"),
-        meets_in_forward=True,
+        waits_in_forward=True,
         master_copy=True,
         package="deepspeed",
     ),
@@ -82,7 +84,7 @@ ENGINES: dict[str, EngineFacts] = {
 
 
 def engine_facts(engine: str) -> EngineFacts:
-    """Look up an engine by its name in `parallel.engine` (auto is ddp) or `scale --engines` (deepspeed-2)."""
+    """Look up an engine by its name in `parallel.engine` (auto = ddp) or `scale --engines`."""
     return ENGINES["ddp" if engine == "auto" else engine.partition("-")[0]]
 
 
@@ -93,7 +95,7 @@ def sharded(engine: str, zero_stage: int) -> tuple[Shard, ...]:
 
 
 def benchmark_names() -> tuple[str, ...]:
-    """List the names for `scale --engines`; an engine with stages has one per stage, such as deepspeed-2."""
+    """List the names for `scale --engines`: one per engine or ZeRO stage, such as ddp and deepspeed-2."""
     names: list[str] = []
     for engine, facts in ENGINES.items():
         if facts.benchmarked:
@@ -102,18 +104,18 @@ def benchmark_names() -> tuple[str, ...]:
 
 
 def computes_alone(engine: str, tensor: int) -> bool:
-    """Return True if a rank's time before the first reduction excludes the delays of other ranks."""
-    return tensor == 1 and not engine_facts(engine).meets_in_forward
+    """Return True if a rank's time before the first reduction excludes waiting for other ranks."""
+    return tensor == 1 and not engine_facts(engine).waits_in_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """One row of `OPTIMIZERS`; the defaults describe AdamW."""
+    """Properties of an optimizer; the defaults describe AdamW."""
 
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data beyond a shard's elements that the update needs."""
+    """Data that an update needs in addition to the elements of its shard."""
     matrix_moments: int = 2
     """Optimizer state values per element of a matrix in a block; every other element has 2."""
 
@@ -123,9 +125,9 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "lamb": OptimizerFacts(needs="tensor_norms"),
     "muon": OptimizerFacts(settings=("momentum",), needs="whole_tensors", matrix_moments=1),
 }
-OWN_OPTIMIZER = OptimizerFacts(needs="replicas")
+CUSTOM_OPTIMIZER = OptimizerFacts(needs="replicas")
 
 
 def optimizer_facts(name: str) -> OptimizerFacts:
-    """Look up an optimizer by `optim.name`. A user's own optimizer is assumed to need AdamW's memory."""
-    return OPTIMIZERS.get(name, OWN_OPTIMIZER)
+    """Look up an optimizer by `optim.name`. A custom optimizer is assumed to need as much memory as AdamW."""
+    return OPTIMIZERS.get(name, CUSTOM_OPTIMIZER)

@@ -1,5 +1,5 @@
-"""Define issues (a problem with a setting, option, file or package) and ConfigError, and read untrusted
-files: regular files of limited size, with one line per problem."""
+"""Define Issue (a problem with a setting, option, file or package) and ConfigError, and read untrusted files:
+only regular files of limited size, with one line per problem."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-MAX_JSON_BYTES = 2**28  # of a file; the manifest of 4 GB of shards is 20 KB
+MAX_JSON_BYTES = 2**28  # limit of a JSON file; the manifest of 4 GB of shards has 20 KB
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -25,11 +25,11 @@ IssueKind = Literal[
     "unknown",  # no setting, task, column or format has this name
     "wrong_type",
     "out_of_range",
-    "conflict",  # with the setting or file in `other`
-    "no_effect",
-    "does_not_divide",
+    "conflict",  # the value contradicts the setting or file in `other`
+    "no_effect",  # the setting in `other` disables this setting
+    "does_not_divide",  # the value is not a divisor, or not a multiple, of another value
     "not_found",  # the file or directory does not exist or cannot be opened
-    "exists",  # the output directory is in use or contains something else
+    "exists",  # the output directory is in use or contains other files
     "damaged",  # the contents of a file violate its format
     "needs_package",
     "unsupported",  # valid, but not implemented for this combination or this machine
@@ -48,19 +48,19 @@ class Issue:
     other: str | None = None
     """Conflicting setting or file."""
     hint: str | None = None
-    """The fix."""
+    """Suggested fix."""
 
     def __str__(self) -> str:
         line = f"{self.setting}: {self.message}" if self.setting else self.message
         return f"{line}; {self.hint}" if self.hint else line
 
     def within(self, outer: str) -> Self:
-        """Return the issue as one of `outer`, the setting or file that contains it."""
+        """Return the issue for `outer`, the setting or file that contains the issue's setting."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that are set, as JSON values."""
+        """Return the fields that are not None, as JSON values."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         if not isinstance(self.value, str | int | float | bool | None):
             fields["value"] = str(self.value)
@@ -68,7 +68,7 @@ class Issue:
 
 
 class ConfigError(ValueError):
-    """Unusable input. `issues` lists every problem found."""
+    """Error raised for unusable input. `issues` contains every problem that was found."""
 
     def __init__(self, issues: Sequence[Issue]):
         self.issues = tuple(issues)
@@ -79,7 +79,7 @@ class ConfigError(ValueError):
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import an optional package. `what`: setting, or `setting: use`, that needs it. Raises ConfigError."""
+    """Import an optional package for `what`, a setting or `setting: use`. Raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -90,8 +90,8 @@ def require(module: str, extra: str, what: str) -> Any:
 
 
 def install_command(extra: str) -> str:
-    """Return the `pip install` command for the requirements of an extra in pyproject.toml, as in `pip install
-    'rensa>=0.5'`, or for the extra's name if bert-dp itself is not installed."""
+    """Return a command such as `pip install 'rensa>=0.5'` for the requirements of an extra in pyproject.toml,
+    or for the name of the extra if bert-dp itself is not installed."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
@@ -104,17 +104,17 @@ def install_command(extra: str) -> str:
 
 
 class StoredModel(BaseModel):
-    """Base model for part of a file: numbers are finite and strictly typed, unknown keys are ignored."""
+    """Base model for part of a file. Numbers are finite and strictly typed; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Describe the first eight problems of a file, one per line: place, problem and any scalar value."""
+    """Return one line for each of the first eight problems of a file: key, problem and scalar value."""
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
-        line = problem["msg"].removeprefix("Value error, ")  # added by pydantic
+        line = problem["msg"].removeprefix("Value error, ")  # pydantic adds this prefix
         if isinstance(problem["input"], (str, int, float, type(None))):
             line += f", got {ascii(problem['input'])[:80]}"
         lines.append(f"{path}: {line}" if path else line)
@@ -124,7 +124,7 @@ def problem_lines(error: ValidationError) -> list[str]:
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
     """Convert an OSError, ValueError or RecursionError from reading a file to ConfigError. `setting`: option
-    or file; `what`: the file, or part of it, if `setting` does not identify it."""
+    or file. `what`: the file, or a part of the file, if `setting` does not name it."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:
@@ -149,7 +149,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     pipe or device, whose content may be endless."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    except ValueError as error:  # a NUL, or not UTF-8
+    except ValueError as error:  # a path with a NUL, or not in UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with file:
         status = os.fstat(file.fileno())

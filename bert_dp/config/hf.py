@@ -23,14 +23,14 @@ SIZES = {
     "num_heads": "num_attention_heads",
     "intermediate_size": "intermediate_size",
 }
-"""Our setting -> required field of config.json."""
+"""`model` setting -> required field of config.json."""
 BERT_FIELDS = {
     "token_types": ("type_vocab_size", 2),
     "norm_eps": ("layer_norm_eps", 1e-12),
     "dropout": ("hidden_dropout_prob", 0.1),
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
-"""Our setting -> (optional field of config.json, its default)."""
+"""`model` setting -> (optional field of config.json, its default)."""
 MODERNBERT_FIELDS = {
     "norm_eps": ("norm_eps", 1e-5),
     "norm_bias": ("norm_bias", False),
@@ -57,7 +57,7 @@ MODERNBERT_SHAPE: dict[str, Any] = {
     "first_attention_norm": False,
     "token_types": 0,
 }
-# field of config.json -> the only value that our models support
+# field of config.json -> the only value that bert-dp supports
 FIXED: dict[str, Any] = {
     "tie_word_embeddings": True,
     "hidden_act": "gelu",
@@ -70,8 +70,8 @@ THETAS = {
     "full_attention": ("rope_theta", "global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", "local_rope_theta", 10_000.0),
 }
-"""Kind of layer -> (our setting, field before transformers 5, default)."""
-ROBERTAS = ("roberta", "roberta-prelayernorm")  # positions start at the padding token's id + 1
+"""Kind of layer -> (`model` setting, field before transformers 5, default)."""
+ROBERTAS = ("roberta", "roberta-prelayernorm")  # position ids start at the padding token's id + 1
 FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
 
@@ -87,11 +87,11 @@ class HfEncoder:
 
     @property
     def tokenizer(self) -> Path:
-        """Path of the tokenizer file, which may not exist."""
+        """Return the path of the tokenizer file, which may not exist."""
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return the settings derived from the directory; every other configuration level overrides them."""
+        """Return the settings that the directory supplies. All other configuration levels override them."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -99,14 +99,14 @@ class HfEncoder:
 
 
 def hf_directory(init_from: str | None) -> Path | None:
-    """Return DIR of hf:DIR, or None for any other value."""
+    """Return the directory in hf:DIR, or None for any other value."""
     if init_from is None or not init_from.startswith(HF):
         return None
     return Path(init_from.removeprefix(HF)).expanduser()
 
 
 def read_hf(directory: Path) -> HfEncoder:
-    """Read config.json in `directory`. Raises ConfigError, also for an unsupported architecture."""
+    """Read config.json in `directory`. Raises ConfigError if it is damaged or the model is unsupported."""
     with refusing("run.init_from", str(directory / "config.json")):
         settings = json.loads(read_regular(directory / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(settings, dict):
@@ -133,9 +133,9 @@ def read_hf(directory: Path) -> HfEncoder:
 
 
 def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the sizes and `optional` fields of config.json, keyed by our settings."""
-    sizes = {ours: settings[theirs] for ours, theirs in SIZES.items()}
-    return sizes | {ours: settings.get(theirs, default) for ours, (theirs, default) in optional.items()}
+    """Return the sizes and the `optional` fields of config.json by `model` setting."""
+    sizes = {setting: settings[field] for setting, field in SIZES.items()}
+    return sizes | {name: settings.get(field, default) for name, (field, default) in optional.items()}
 
 
 def _bert(settings: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def _modernbert(settings: Mapping[str, Any]) -> dict[str, Any]:
         model["global_attention_every"] = _global_every(kinds)
     parameters = settings.get("rope_parameters") or {}
     for kind in THETAS.keys() & set(kinds):
-        ours, before, default = THETAS[kind]
+        name, old_field, default = THETAS[kind]
         rope = parameters.get(kind) or {}
-        model[ours] = float(rope.get("rope_theta", settings.get(before, default)))
+        model[name] = float(rope.get("rope_theta", settings.get(old_field, default)))
     return model
 
 
@@ -173,19 +173,19 @@ def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _global_every(kinds: list[str]) -> int:
-    """Return the distance between global layers, starting at the first layer."""
+    """Return the distance from the first layer, which is global, to the next global layer."""
     return kinds.index("full_attention", 1) if "full_attention" in kinds[1:] else len(kinds)
 
 
 def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
-    """Yield each property of config.json that our model does not support."""
+    """Yield a message for each property in config.json that bert-dp does not support."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
-            yield f"{name} is {value!r:.80}, our models support only {only}"
+            yield f"{name} is {value!r:.80}, but bert-dp supports only {only}"
     if not is_modern:
         return
     if settings.get("mlp_bias", False) != settings.get("attention_bias", False):
-        yield "mlp_bias differs from attention_bias; our model has one setting for both"
+        yield "mlp_bias differs from attention_bias, but bert-dp has one setting for both"
     kinds = _layer_kinds(settings)
     if "sliding_attention" in kinds:
         every = _global_every(kinds)
@@ -194,11 +194,11 @@ def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
     for kind, rope in (settings.get("rope_parameters") or {}).items():
         if (rope or {}).get("rope_type", "default") != "default":
             found = f"{rope['rope_type']!r:.80}"
-            yield f"rope_parameters.{kind} has rope_type {found}; our model supports only default"
+            yield f"rope_parameters.{kind} has rope_type {found}, but bert-dp supports only default"
 
 
 def hf_issues(directory: Path, config: Config) -> list[Issue]:
-    """Find settings that prevent a run from starting with the weights in `directory`."""
+    """Find settings with which a run cannot start from the weights in `directory`."""
     try:
         encoder = read_hf(directory)
     except ConfigError as error:
@@ -207,12 +207,12 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
     free = (*own_head, "dropout", "attention_dropout")
     issues = []
     for name, value in encoder.model.items():
-        if (ours := getattr(config.model, name)) != value and name not in free:
-            message = f"{ours}, but {directory} has {value}"
-            hint = "omit it: it follows from config.json"
-            issues.append(Issue(f"model.{name}", "conflict", message, ours, "run.init_from", hint))
+        if (given := getattr(config.model, name)) != value and name not in free:
+            message = f"{given}, but {directory} has {value}"
+            hint = "omit the setting; config.json supplies it"
+            issues.append(Issue(f"model.{name}", "conflict", message, given, "run.init_from", hint))
     if not own_head and encoder.head_bias != config.model.bias:
-        reason = "classifier_bias differs from attention_bias; our model has one setting for both"
+        reason = "classifier_bias differs from attention_bias, but bert-dp has one setting for both"
         issues.append(Issue("run.init_from", "unsupported", f"{directory}: {reason}", str(directory)))
     if config.run.init_keeps == "moments":
         message = f"moments, but {directory} contains only weights"
@@ -225,7 +225,7 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
 
 def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
     """Check that the tokenizer of the data matches the weights in `directory`; return at most one issue.
-    `sha`: hash of the tokenizer; None = a tokenizer would be trained."""
+    `sha`: SHA-256 of the data's tokenizer; None = the run would train a tokenizer."""
     own = directory / TOKENIZER
     if sha is not None and (not own.is_file() or sha in (sha256(own), _exported_tokenizer(directory))):
         return []
@@ -233,13 +233,13 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
         message = f"the data use a different tokenizer than {directory}"
         hint = f"omit data.tokenizer, or build shards with data.tokenizer={own}"
     else:
-        message = f"{directory} has no {TOKENIZER}, and a newly trained one would have different token ids"
-        hint = "save the tokenizer there with transformers, or set data.tokenizer to its path"
+        message = f"{directory} has no {TOKENIZER}, and a new tokenizer would have different token ids"
+        hint = "save the tokenizer to that directory, or set data.tokenizer to its path"
     return [Issue("data.tokenizer", "conflict", message, sha, "run.init_from", hint)]
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the run tokenizer's hash from a bert-dp export; the exported one may frame texts differently."""
+    """Return the hash of the run's tokenizer in export.json, or None. The exported file may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

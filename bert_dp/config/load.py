@@ -1,8 +1,8 @@
-"""Read a Config from YAML and `a.b=value`, and report every problem at once.
+"""Read a Config from YAML files and overrides (`a.b=value`), and report every problem at once.
 
-Precedence, lowest first: defaults < YAML file < `a.b=value`. Example: with `optim: {lr: 1e-3}` in the file
-and `optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours|epochs`,
-`data.path|sources`) replace the members set at a lower level; two at one level are an error.
+Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
+override `optim.lr=2e-3`, the run uses 2e-3. Two groups are exclusive (the budgets of `schedule`; `data.path`
+and `data.sources`): a setting replaces its group at lower levels, and two at one level are an error.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from bert_dp.config.schema import BUDGETS, CODE, Config, ModelConfig, all_settin
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
-MAX_SHOWN = 200  # characters of a value in a message
+MAX_SHOWN = 200  # maximum characters of a value in a message
 _SYNONYMS = """
 learning_rate max_lr peak_lr base_lr: optim.lr
 optimizer: optim.name
@@ -64,7 +64,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     for names, settings in (row.split(": ") for row in _SYNONYMS.strip().splitlines())
     for name in names.split()
 }
-"""Name of a setting in other programs -> our settings."""
+"""Name of a setting in other programs -> settings of bert-dp."""
 _KINDS: Mapping[str, IssueKind] = {
     "missing": "missing",
     "literal_error": "unknown",
@@ -79,9 +79,9 @@ _KINDS: Mapping[str, IssueKind] = {
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Resolve defaults < YAML file < overrides (`a.b=value`, with the value read as YAML). If run.init_from
-    is hf:DIR, DIR supplies model and tokenizer settings that are not set elsewhere. Raises ConfigError with
-    every problem found, each with its full path and a suggestion."""
+    """Merge defaults, a YAML file and overrides (`a.b=value`, with the value in YAML). If run.init_from is
+    hf:DIR, DIR supplies the model settings and the tokenizer that are not set elsewhere. Raises ConfigError
+    with every problem, each with the full path of the setting and a suggestion."""
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
@@ -90,7 +90,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read a file and its bases, lowest precedence first. Raises ConfigError."""
+    """Read the settings of a file and of its bases, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
         message, hint = "base: leads back to this file", "remove base from one of the files"
         raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
@@ -113,18 +113,18 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """Find a file (relative to `folder`), else the shipped configuration `name`. Raises ConfigError."""
+    """Find the file `name` (relative to `folder`), else the shipped configuration. Raises ConfigError."""
     if not name:
         hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
     path = folder / Path(name).expanduser()
-    if path.exists() and not path.is_dir():  # a run directory may have the name of its configuration
+    if path.exists() and not path.is_dir():  # a run directory may have the name of a configuration
         return path
     names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
     plain = Path(name)
     if plain.parent.name in ("", "configs") and plain.stem in names:
         return shipped_configs() / f"{plain.stem}.yaml"
-    if path.exists():  # a directory: the reader refuses it
+    if path.exists():  # a directory, which the reader refuses
         return path
     message = f"no such file or shipped configuration ({', '.join(names)})"
     similar = _did_you_mean(difflib.get_close_matches(plain.stem, names, n=1))
@@ -132,13 +132,13 @@ def find_config(name: str, folder: Path = Path()) -> Path:
 
 
 def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
-    """Return True if `batch.micro_size` must be measured before the run. Raises ConfigError."""
+    """Return True if `batch.micro_size` is auto and must be measured before the run. Raises ConfigError."""
     levels = [*read_levels(Path(path)), parse_overrides(overrides)]
     return bool(_merged_section(levels, "batch").get("micro_size") == AUTO)
 
 
 def resolve(levels: Sequence[dict[str, Any]]) -> Config:
-    """Merge nested dictionaries, lowest precedence first, and validate. Raises ConfigError."""
+    """Merge nested dictionaries, lowest precedence first, and validate the result. Raises ConfigError."""
     merged: dict[str, Any] = {"schedule": {}}
     issues: list[Issue] = []
     for level in levels:
@@ -149,7 +149,7 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
                 message = f"{' and '.join(chosen)} are both set"
                 issues.append(Issue(section, "conflict", message, hint="keep one"))
             if chosen and isinstance(merged.get(section), dict):
-                # build settings belong to the sources
+                # data.path also replaces the build settings, because they apply to data.sources
                 displaced = (*members, "build", "tokenizer") if chosen == ["path"] else members
                 merged[section] = {k: v for k, v in merged[section].items() if k not in displaced}
         merged = _merged(merged, level)
@@ -180,9 +180,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of `a.b` in the tree, created if missing, and `b`. Raises ValueError."""
+    """Return the section of a dotted `key`, created if missing, and the key in it. Raises ValueError."""
     *parents, leaf = key.split(".")
-    if len(parents) > 16:  # settings have at most three
+    if len(parents) > 16:  # no setting has more than three
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     for depth, parent in enumerate(parents, 1):
         tree = tree.setdefault(parent, {})
@@ -192,7 +192,7 @@ def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
-    """Move each key `a.b` of a level into its section. Raises ConfigError for a setting given twice."""
+    """Move each dotted key of a level into its section. Raises ConfigError if a setting is given twice."""
     tree = {key: value for key, value in level.items() if "." not in str(key)}
     issues = []
     for key in [key for key in level if key not in tree]:
@@ -209,7 +209,7 @@ def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
 
 
 def absolute(config: Config) -> Config:
-    """Return the configuration with absolute paths."""
+    """Return the configuration with all paths made absolute."""
 
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(os.path.expanduser(path)).resolve())
@@ -224,8 +224,8 @@ def absolute(config: Config) -> Config:
     data, init_from = config.data, config.run.init_from
     sources = None if data.sources is None else tuple(map(source, data.sources))
     paths = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
-    foreign = hf_directory(init_from)
-    weights = full(init_from) if foreign is None else f"{HF}{full(str(foreign))}"
+    directory = hf_directory(init_from)
+    weights = full(init_from) if directory is None else f"{HF}{full(str(directory))}"
     run = config.run.model_copy(update={"init_from": weights})
     optim = config.optim.model_copy(update={"name": code(config.optim.name)})
     own = {"task": config.task and code(config.task), "optim": optim}
@@ -233,12 +233,12 @@ def absolute(config: Config) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """Return the complete configuration as YAML; loading it gives an equal Config."""
+    """Return the complete configuration as YAML, from which load_config reads an equal Config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=ConfigDumper, sort_keys=False)
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Load YAML with YAML 1.2 scalars and unique keys, without aliases (unbounded expansion)."""
+    """Loader for YAML 1.2 scalars. It refuses duplicate keys, and aliases, which may expand without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
@@ -257,10 +257,10 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """Dump YAML, quoting text such as 1e5 that ConfigLoader would read as a number."""
+    """Dumper that quotes text such as 1e5, which ConfigLoader would otherwise read as a number."""
 
 
-# `off` and `on` are words, 1e-3 is a number, 010 and 1:30 are not
+# in YAML 1.2, 1e-3 is a number, and `off`, `on`, 010 and 1:30 are text
 ConfigLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern in (
     ("bool", r"true|True|TRUE|false|False|FALSE"),
@@ -296,7 +296,7 @@ def _short(text: str) -> str:
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` overridden by `over`, section by section; neither is modified."""
+    """Return `base` overridden by `over`, section by section; modify neither."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -319,7 +319,7 @@ def setting_paths() -> list[str]:
 
 
 def _suggested(path: str, value: object) -> list[str]:
-    """Return the settings an unknown one may mean; for an unknown section, those its keys may mean."""
+    """Return settings that resemble the unknown setting `path`, or the keys of the unknown section `path`."""
     if isinstance(value, dict):
         inner = (_suggested(f"{path}.{key}", below) for key, below in value.items())
         return list(dict.fromkeys(itertools.chain.from_iterable(inner)))
@@ -345,7 +345,7 @@ def _explain(error: Any) -> Issue:
     kind: IssueKind = _KINDS.get(error["type"], "wrong_type")
     if path == "batch.micro_size" and value == AUTO:
         message = f"only `bert-dp train` and `bert-dp tune batch` accept {AUTO}"
-        hint = "set the number that they find"
+        hint = "set a number, such as the result of `bert-dp tune batch`"
     elif error["type"] == "literal_error" and isinstance(value, str):
         options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         hint = _did_you_mean(difflib.get_close_matches(value, options, n=1, cutoff=0.4))

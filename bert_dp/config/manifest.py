@@ -1,4 +1,4 @@
-"""Read manifest.json of shards and examples.json of labelled examples; compare them with a configuration."""
+"""Read manifest.json of shards and examples.json of examples, and compare them with a configuration."""
 
 import hashlib
 import json
@@ -17,9 +17,9 @@ TOKEN_BYTES = 2
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
-WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of lost letters, or of unknown tokens, in a source
+WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of lost letters or unknown tokens in a source
 ANY_LANGUAGE = (
-    "for text in any language set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
+    "for text in any language, set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
     "data.build.max_tokens_per_char=0"
 )
 MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
@@ -35,11 +35,11 @@ class HashedFile(StoredModel):
 
     file_name: ClassVar[str]
     hint: ClassVar[str]
-    """Fix for a damaged or missing file."""
+    """Suggested fix for a damaged or missing file."""
 
 
 class Shard(StoredModel):
-    """One flat file of token ids."""
+    """Flat file of token ids."""
 
     file: BaseName
     sequences: int = Field(ge=1)
@@ -67,29 +67,29 @@ class SourceFile(StoredModel):
     letters: Count
     """Characters of Unicode category L in all documents, including dropped ones."""
     lost_letters: Count
-    """Letters whose normal form contains no letter, and letters in unknown tokens."""
+    """Letters whose normal form contains no letter or that are in unknown tokens."""
     tokens: Count
     unknown_tokens: Count
 
     @property
     def lost_share(self) -> float:
-        """Share of letters that are lost."""
+        """Return the share of letters that are lost."""
         return self.lost_letters / max(1, self.letters)
 
     @property
     def unknown_share(self) -> float:
-        """Share of tokens that are unknown."""
+        """Return the share of tokens that are unknown."""
         return self.unknown_tokens / max(1, self.tokens)
 
     @property
     def loss(self) -> float:
-        """Return the larger of the two shares."""
+        """Return the larger of lost_share and unknown_share."""
         return max(self.lost_share, self.unknown_share)
 
     def loss_words(self) -> str:
-        """Describe both shares."""
+        """Describe the shares of lost letters and unknown tokens."""
         lost = lost_words(self.lost_letters, self.letters)
-        return f"{lost}, {self.unknown_share:.1%} of its tokens are unknown"
+        return f"{lost}, and {self.unknown_share:.1%} of its tokens are unknown"
 
 
 class BuildRecord(BuildConfig):
@@ -114,7 +114,7 @@ class Manifest(HashedFile):
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: dict[str, Count]
     num_special: Count
-    """Random replacements for masked tokens are sampled from ids >= num_special."""
+    """Random replacements of masked tokens have ids >= num_special."""
     train: Split
     held_out: Split
     unigram_entropy_nats: float | None
@@ -137,7 +137,7 @@ class Manifest(HashedFile):
         yield from self.held_out.shards
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _check_consistency(self) -> Self:
         issues = []
         if not (self.train.sequences and self.train.documents):
             issues.append("train: has no sequences")
@@ -148,7 +148,7 @@ class Manifest(HashedFile):
         for shard in self.shards:
             size = shard.sequences * self.sequence_length * TOKEN_BYTES
             if shard.bytes != size:
-                issues.append(f"{shard.file}: {shard.bytes} bytes, {shard.sequences} sequences need {size}")
+                issues.append(f"{shard.file}: {shard.bytes} bytes, expected {size}")
         if "mask" not in self.special_tokens:
             issues.append("special_tokens: mask is missing")
         for name, number in {**self.special_tokens, "num_special": self.num_special}.items():
@@ -166,7 +166,7 @@ class Manifest(HashedFile):
             hint = f"set data.sequence_length={self.sequence_length} or rebuild the shards"
             issues.append(Issue("data.sequence_length", "conflict", message, given, "data.path", hint))
         if self.vocab_size > (given := config.model.vocab_size):
-            message = f"{given} is below the tokenizer's {self.vocab_size} in {directory}"
+            message = f"{given} is less than the {self.vocab_size} tokens of the vocabulary in {directory}"
             hint = f"set model.vocab_size={self.vocab_size} or more"
             issues.append(Issue("model.vocab_size", "conflict", message, given, "data.path", hint))
         return issues
@@ -177,46 +177,45 @@ class Manifest(HashedFile):
         return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
 
     def warnings(self, config: Config) -> list[str]:
-        """List settings that are compatible with the shards but probably unintended, one per line."""
+        """Return one line for each setting that is compatible with the shards but probably unintended."""
         default = BuildConfig()
         warnings = [
-            f"data.build.{name}: {value} has no effect, {config.data.path} was built with {was}"
+            f"data.build.{name}: {value} has no effect; {config.data.path} was built with {was}"
             for name, value in config.data.build
             if config.data.path and value not in ((was := getattr(self.build, name)), getattr(default, name))
         ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // 128) * 128:  # vocabularies may be padded for faster kernels
-            excess = f"{rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the shards' vocabulary"
+            excess = f"{rows} is {rows / vocabulary:.1f} times the shards' vocabulary of {vocabulary} tokens"
             effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
             warnings.append(f"model.vocab_size: {excess}; {effect}")
         sequences, batch = self.train.sequences, config.batch.global_size
         if batch > sequences:
-            excess = f"{batch} is {batch / sequences:.1f} x the {sequences} training sequences"
-            effect = "every step repeats them; lower it, or add text"
+            excess = f"{batch} is {batch / sequences:.1f} times the {sequences} training sequences"
+            effect = "every step repeats sequences; use a smaller batch or more text"
             warnings.append(f"batch.global_size: {excess}, so {effect}")
         return warnings
 
 
 def lost_words(lost: int, letters: int) -> str:
-    """Describe the share of a source's letters that the tokenizer loses."""
+    """Return a phrase with the share and number of lost letters in a source."""
     return f"{lost / max(1, letters):.1%} of its letters are lost ({lost:,} of {letters:,})"
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
-    """Describe the five worst sources that lose more than WARNED_LOSS, worst first."""
+    """Describe the sources whose loss exceeds WARNED_LOSS: at most five, worst first."""
     worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
     return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:5]]
 
 
 def beyond(token: int, vocab_size: int) -> str:
-    """Describe a token id outside the vocabulary."""
+    """Return the message for a token id outside the vocabulary."""
     return f"token id {token} is outside the vocabulary of {vocab_size} tokens"
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read manifest.json; check its format, version, hash and content, the tokenizer's hash, and the size of
-    every shard on disk. No token is read. Raises ConfigError with the file and the expected and actual
-    values."""
+    """Read manifest.json. Check its format, version, hash and content, the tokenizer's hash, and the size of
+    every shard, but not its tokens. Raises ConfigError with the file and the expected and actual values."""
     manifest = read_hashed(directory, Manifest)
     issues = []
     expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
@@ -257,12 +256,12 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
 
 
 def format_of(model: type[HashedFile]) -> list[Any]:
-    """Return [format, version] of the model's file."""
+    """Return the [format, version] of a model's files."""
     return [get_args(model.model_fields[name].annotation)[0] for name in ("format", "version")]
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with the model's format and version, and the hash."""
+    """Return `content` with the format and version of the model, and with the hash."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -279,10 +278,10 @@ def manifest_hash(manifest: dict[str, Any]) -> str:
 
 
 class ExampleSplit(StoredModel):
-    """One file of examples. Token counts include <cls> and <sep>."""
+    """One split of the examples, in one file. Token counts include <cls> and <sep>."""
 
     source: str
-    """File that the examples were read from, or member of an archive."""
+    """File, or member of an archive, from which the examples were read."""
     file: BaseName
     sha256: Sha256
     examples: int = Field(ge=1, lt=2**63)
@@ -293,17 +292,17 @@ class ExampleSplit(StoredModel):
     in_train: Count | None
     """Examples whose texts also occur in train, ignoring case and white space; null for train itself."""
     baseline: dict[Metric, float | None] | None
-    """Scores of a constant answer: the most frequent label, or mean score, in train. None for train itself
-    and for splits without labels; a score is None if the metric is undefined for a constant."""
+    """Scores of a constant prediction: the most frequent label, or the mean score, in train. null for train
+    itself and for splits without labels; a score is null if the metric is undefined for a constant."""
     left_out: Count
-    """Broken rows of the file that were skipped."""
+    """Invalid rows of the file, which were skipped."""
     letters: Count
     lost_letters: Count
-    """Letters that the tokenizer drops, and letters in unknown tokens."""
+    """Letters that the tokenizer drops or that are in unknown tokens."""
     without_tokens: Count
     """Examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Augmented copies of other examples, at the end of the split; their labels are the originals'."""
+    """Augmented copies of other examples, at the end of the split, with the labels of those examples."""
 
 
 class SpecialTokens(StoredModel):
@@ -337,7 +336,7 @@ class ExamplesManifest(HashedFile):
     tokenizer: TokenizerFile
     splits: dict[BaseName, ExampleSplit]
     official: bool | None
-    """True if every split has the official GLUE number of rows; null if this is not a GLUE task."""
+    """True if every split has the official number of rows in GLUE; null = not a GLUE task."""
     dev_share: Share
     """Share of train that was moved to dev; 0 if dev is a separate file."""
     hash: Sha256
@@ -348,13 +347,13 @@ class ExamplesManifest(HashedFile):
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _check_consistency(self) -> Self:
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
         names, too_large = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
         if TRAIN not in self.splits:
             raise ValueError("splits: train is missing")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
-            raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or one occurs twice")
+            raise ValueError(f"labels: {len(names)} labels do not fit {self.kind}, or one occurs twice")
         if too_large:
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
@@ -371,22 +370,22 @@ class ExamplesManifest(HashedFile):
             fix = f"set data.sequence_length={self.sequence_length}"
             issues.append(Issue("data.sequence_length", "conflict", message, length, directory, fix))
         if self.vocab_size > (size := config.model.vocab_size):
-            message = f"{size} is below the tokenizer's {self.vocab_size} in {directory}"
+            message = f"{size} is less than the {self.vocab_size} tokens of the vocabulary in {directory}"
             fix = "finetune a run that was trained with this tokenizer"
             issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
         for name, value in (("kind", self.kind), ("labels", tuple(self.labels)), ("pair", self.pair)):
             if (setting := getattr(config.finetune, name)) != value:
-                message, fix = f"{setting}, but {directory} has {value}", "use that value"
+                message, fix = f"{setting}, but {directory} has {value}", "use the value of the examples"
                 issues.append(Issue(f"finetune.{name}", "conflict", message, setting, directory, fix))
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """List properties of the data that are allowed but probably unintended, one per line."""
-        warnings, fix = [], "finetune a run whose tokenizer knows them"
+        """Return one line for each property of the data that is allowed but probably unintended."""
+        warnings, fix = [], "finetune a run whose tokenizer supports this text"
         for name, split in self.splits.items():
             if split.without_tokens:
                 count = f"{split.without_tokens:,} of {split.examples:,} examples"
-                warnings.append(f"{name}: {count} have a text without tokens; drop them, or {fix}")
+                warnings.append(f"{name}: {count} have a text without tokens; drop these examples, or {fix}")
             if split.lost_letters > WARNED_LOSS * split.letters:
                 warnings.append(f"{name}: {lost_words(split.lost_letters, split.letters)}; {fix}")
         spellings: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Find, check, hash and load a user's own code: `FILE.py:function` as `task` or `optim.name`. Torch-free."""
+"""Find, check, hash and load custom code: `FILE.py:function` as `task` or `optim.name`. Torch-free."""
 
 import ast
 import importlib.util
@@ -14,13 +14,13 @@ MAX_CODE_BYTES = 10_000_000
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Map each setting given as code to its value."""
+    """Return the settings whose value is `FILE.py:function`, with the values."""
     named = {"task": config.task, "optim.name": config.optim.name}
     return {setting: text for setting, text in named.items() if text is not None and CODE.fullmatch(text)}
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Check that code is `allowed` and each file exists and defines its function. Nothing is executed."""
+    """Check that code is `allowed`, and that each file exists and defines its function. Execute nothing."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -47,7 +47,7 @@ def split_code(text: str) -> tuple[Path, str]:
 
 
 def code_hashes(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of each code file by its setting. Raises OSError."""
+    """Return the SHA-256 of each code file, by setting. Raises OSError."""
     return {setting: sha256(split_code(text)[0]) for setting, text in code_of(config).items()}
 
 
@@ -57,7 +57,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
         Issue(
             setting,
             "conflict",
-            f"code has SHA-256 {saved[setting][:16]} in the run, now {digest[:16]}",
+            f"code has SHA-256 {saved[setting][:16]} in the run and {digest[:16]} now",
             digest,
         )
         for setting, digest in code_hashes(config).items()
@@ -71,9 +71,9 @@ def load_function(text: str) -> Callable[..., Any]:
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None  # the name ends with .py
+    assert spec.loader is not None  # because the name ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module
+    sys.modules[name] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)
     loaded: Callable[..., Any] = getattr(module, function)
     return loaded

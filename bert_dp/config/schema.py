@@ -1,6 +1,6 @@
-"""Define every setting of a run in one tree of strict, frozen models; each field states its unit.
+"""Define every setting of a run, with its unit, in one tree of strict, frozen models.
 
-Marks say when a setting may change and when it has an effect; a section's marks apply to all its settings.
+Marks state when a setting may change and when it has an effect; the marks of a section apply to its settings.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
-# far above any practical value: limits refuse typing errors, and keep loops and products in checks small
-MAX_BATCH = 2**20  # sequences of a step
+# limits far above any practical value; they catch typing errors, and keep loops and products in checks small
+MAX_BATCH = 2**20  # sequences per optimizer step
 MAX_STEPS = 10**12
 MAX_TOKENS = 10**18
 MAX_RANKS = 2**16
@@ -37,31 +37,31 @@ MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
-CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # FILE.py:function, a user's own code
+CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # FILE.py:function: custom code
 FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
 """Mark of a model setting that may differ from the weights in run.init_from."""
 METERED = ("dollars", "kwh")  # budgets counted by the run's ledger
-CLOCKED = ("hours", *METERED)  # budgets whose number of steps is not known in advance
-BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # of the schedule; exactly one is set
+CLOCKED = ("hours", *METERED)  # budgets for which the number of steps is not known in advance
+BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # budgets of a schedule, of which exactly one is set
 
 
 class OnlyWith:
-    """Mark a setting that has an effect only if `setting` has one of `values`; without values, if `setting`
-    is set and neither 0 nor false."""
+    """Mark of a setting that has an effect only if `setting` has one of `values` or, if there are no
+    `values`, only if `setting` is not null, 0 or false."""
 
     def __init__(self, setting: str, *values: object):
         self.setting, self.values = setting, values
 
-    def holds(self, value: object) -> bool:
+    def applies(self, value: object) -> bool:
         """Return True if the marked setting has an effect with this value of `setting`."""
         return value in self.values if self.values else bool(value)
 
 
 def _can_be_a_path(text: str) -> str:
     if "\0" in text or len(text.encode()) > MAX_PATH:
-        raise ValueError(f"is not a valid path: contains a NUL, or more than {MAX_PATH} bytes")
+        raise ValueError(f"is not a valid path: it contains a NUL or more than {MAX_PATH} bytes")
     return text
 
 
@@ -70,7 +70,7 @@ def _as_tuple(value: object) -> object:
 
 
 OneOrMore = BeforeValidator(_as_tuple)
-"""Accept a single value without brackets."""
+"""Validator that accepts a single value without brackets."""
 
 
 def parse_duration(text: str) -> float:
@@ -82,12 +82,12 @@ def parse_duration(text: str) -> float:
 
 
 def duration(unit_s: float) -> BeforeValidator:
-    """Accept a duration, such as 5m, for a number in units of `unit_s` seconds."""
+    """Return a validator that converts a duration, such as 5m, to units of `unit_s` seconds."""
     return BeforeValidator(lambda value: parse_duration(value) / unit_s if isinstance(value, str) else value)
 
 
 def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
-    """Validate that a text is one of `other`, a key of `table` (looked up at validation), or own code."""
+    """Return a validator that accepts the current keys of `table`, `other` and, with `code`, custom code."""
 
     def check(text: str) -> str:
         if text in (*other, *table) or (code and CODE.fullmatch(text)):
@@ -120,7 +120,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _whole(cls, value: object, info: ValidationInfo) -> object:
-        """Convert whole floats to integers for counts: 1e3 is a float in YAML."""
+        """Convert whole floats to integers in counts, because 1e3 is a float in YAML."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         is_count = int in (annotation, *get_args(annotation))
         return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
@@ -128,97 +128,98 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed for initial weights, sample order and masks."""
+    """Seed of the initial weights, the sample order and the masks."""
     device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
-    """auto = all GPUs of the machine, or the CPU if there are none."""
+    """auto = all GPUs of the machine, or the CPU if the machine has no GPU."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
-    """Fix the order of additions on GPUs, so that a resumed run is bit-equal to an uninterrupted one; slower.
-    CPU ranks always do this."""
+    """Use a fixed order of additions on GPUs, so that a resumed run is bit-equal to an uninterrupted one.
+    GPUs are then slower. CPUs always use a fixed order."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
-    """Checkpoint or run directory that supplies initial weights, or hf:DIR: a BERT, RoBERTa or ModernBERT in
-    transformers format, which also supplies model settings and tokenizer. Counters and schedule start at
-    zero."""
+    """Source of the initial weights: a checkpoint, a run directory, or hf:DIR, a directory with a BERT,
+    RoBERTa or ModernBERT in transformers format, which also supplies the model settings and the tokenizer.
+    Counters and schedule start at zero."""
     init_keeps: Annotated[Literal["weights", "moments"], FREE_ON_RESUME, OnlyWith("run.init_from")] = (
         "weights"
     )
-    """State to copy from run.init_from: only the weights, or also the optimizer state with its step count
-    (phase 2 of a LAMB run), which requires the same optimizer and shapes."""
+    """State to copy from run.init_from. weights = only the weights; moments = also the optimizer state and
+    its step count (as in phase 2 of a LAMB run), which requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
-    """Stop the run after this many consecutive steps skipped because of non-finite gradients; fp16 may skip
-    16 more while its loss scale falls."""
+    """Stop the run after this many consecutive steps that were skipped because of non-finite gradients; with
+    fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
-    """Seconds without progress after which a hang is reported, with the stack of the rank that the others
-    wait for; at least three median steps, and 300 s in set-up, compilation and saving."""
+    """Seconds without progress until a hang is reported, with the stack of the rank that the others wait for.
+    The minimum is three median step times, and 300 s in set-up, compilation and saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
-    """Mean power of a device in watts, used if its energy counters cannot be read."""
+    """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines; kWh include it."""
+    """Power usage effectiveness: power of the building / power of the machines. All kWh include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
-    """Grams of CO2 per kWh from the grid, for the summary; no region is assumed."""
+    """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
-    """Seconds after a reported hang until the run is stopped as failed; 0 = never."""
+    """Seconds from the report of a hang until the run is stopped as failed; 0 = never."""
 
 
 class BuildConfig(Section):
     """Options for building shards from a corpus (`data build`, or `data.sources` on first use)."""
 
     normalize: Annotated[bool, OnlyWith("data.tokenizer", None)] = True
-    """Normalize in the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then
-    drop non-ASCII (accents, other scripts) and collapse spaces. A source that loses over 20 % of its letters,
-    or has over 20 % unknown tokens, is refused."""
+    """Normalize text in the tokenizer: apply NFKD and lower case; replace white space, dashes, quotes and
+    ligatures by ASCII; drop all other non-ASCII characters (accents, other scripts); collapse spaces. A
+    source is refused if it loses over 20 % of its letters or has over 20 % unknown tokens."""
     tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", None)] = (
         "wordpiece"
     )
-    """Kind of tokenizer to train if none is given. byte_bpe has a token for every byte, hence no unknown
-    tokens: use it for text in any language, with normalize: false and max_tokens_per_char: 0."""
+    """Kind of tokenizer to train. byte_bpe has a token for every byte and thus no unknown tokens: use it for
+    text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
-    """Drop documents with at least this many tokens per character; 0 = keep all; null = the recipe's 0.25 at
-    32,768 tokens, more for smaller vocabularies: 0.25 + 0.017 x + 0.0038 x^2, x = log2(32768 / tokens)."""
+    """Drop documents with at least this many tokens per character; 0 = keep all documents; null = 0.25 +
+    0.017 x + 0.0038 x^2 with x = log2(32768 / vocab_size), which is the recipe's 0.25 for 32,768 tokens."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """exact = keep one of several documents with the same tokens; near = also MinHash LSH (extra `dedup`)."""
+    """exact = keep one of several documents with the same tokens; near = also drop near duplicates, found by
+    MinHash LSH (extra `dedup`)."""
     near_threshold: Annotated[float, OnlyWith("data.build.dedup", "near")] = Field(0.8, gt=0, le=1)
-    """Jaccard similarity above which `near` drops the later of two documents."""
+    """Jaccard similarity above which `dedup: near` drops the later of two documents."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of documents reserved for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of source files; auto = by suffix (no suffix = text; an unknown suffix is refused)."""
+    """Format of source files; auto = by file suffix (no suffix = text; unknown suffixes are refused)."""
     text_field: str = Field("text", min_length=1, max_length=256)
-    """Text field of a JSON record, or text column of a Parquet file or hub data set; a.b is field b of
-    object a."""
+    """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text; a.b =
+    field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """End of a document in plain text: the end of the line, or the next blank line. Whole documents are held
-    out, so blank_line keeps the neighbours of a held-out line out of the training set."""
+    """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out, so
+    blank_line keeps the lines around a held-out line out of the training set."""
 
 
 class DataConfig(Section):
     path: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Directory of shards built by `bert-dp data build`."""
     sources: Annotated[tuple[PathText, ...] | None, OneOrMore, FREE_ON_RESUME] = None
-    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation); built on first use and cached."""
+    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation). Shards are built once and cached."""
     tokenizer: Annotated[PathText | None, OnlyWith("data.sources")] = None
     """Existing tokenizer.json; null = train a tokenizer on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
     """Tokens per sequence."""
     shuffle: Annotated[bool, OnlyWith("objective.name", "mlm"), OnlyWith("data.synthetic", False)] = True
-    """Permute the sequences anew in every epoch; false = in shard order."""
+    """Shuffle the sequences anew in every epoch; false = keep the order of the shards."""
     workers: Annotated[int, FREE_ON_RESUME, OnlyWith("data.synthetic", False)] = Field(1, ge=0, le=64)
     """Prefetch threads per rank; 0 = none."""
     synthetic: bool = False
-    """Train on one fixed micro batch of random tokens, to time steps without the data loader."""
+    """Train on one fixed micro batch of random tokens, to measure step times without the data loader."""
     build: BuildConfig = BuildConfig()
-    """Options for building shards from data.sources; in a run on data.path, those of the existing shards."""
+    """Options for building shards from data.sources; with data.path, the options of the existing shards."""
 
 
 class ModelConfig(Section):
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
-    """Rows of the token embedding; also the size of a tokenizer to train."""
+    """Rows of the token embedding, and size of the tokenizer if one is trained."""
     hidden_size: int = Field(768, ge=8, le=2**17)
     num_layers: int = Field(16, ge=1, le=10_000)
     num_heads: int = Field(12, ge=1, le=2**17)
     intermediate_size: int = Field(1536, ge=8, le=2**20)
-    """Width after the activation; geglu projects to twice this."""
+    """Width of the MLP after the activation; geglu projects to twice this width."""
     position: Literal["scaled_sinusoidal", "rope", "learned"] = "scaled_sinusoidal"
     rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.position", "rope")] = Field(
         160_000.0, gt=0
@@ -226,14 +227,14 @@ class ModelConfig(Section):
     max_positions: Annotated[int | None, OnlyWith("model.position", "learned")] = Field(None, ge=8, le=2**17)
     """Rows of the position embedding; null = data.sequence_length + model.position_offset."""
     position_offset: Annotated[int, OnlyWith("model.position", "learned")] = Field(0, ge=0, le=1024)
-    """Row of the first token's learned position (RoBERTa: 2); earlier rows are unused."""
+    """Row of the position embedding for the first token (RoBERTa: 2); earlier rows are unused."""
     token_types: int = Field(0, ge=0, le=16)
     """Rows of the token-type embedding (BERT: 2, for the two texts of a pair); 0 = none."""
     local_attention: int = Field(0, ge=0, le=2**17)
-    """Attention window of local layers; tokens attend to half of it on either side (ModernBERT: 128). 0 = all
-    layers attend to the whole sequence."""
+    """Width of the attention window in local layers, half on either side of a token (ModernBERT: 128); 0 =
+    all layers attend to the whole sequence."""
     global_attention_every: Annotated[int, OnlyWith("model.local_attention")] = Field(3, ge=1, le=10_000)
-    """With local attention, every n-th layer, starting with the first, attends to the whole sequence."""
+    """With local attention, every n-th layer, from the first layer on, attends to the whole sequence."""
     local_rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.local_attention")] = Field(
         10_000.0, gt=0
     )
@@ -241,28 +242,28 @@ class ModelConfig(Section):
     mlp: Literal["geglu", "gelu"] = "geglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_bias: Annotated[bool, OnlyWith("model.norm", "layernorm")] = True
-    """Give layernorms a bias."""
+    """Add a bias to layernorms."""
     norm_eps: Annotated[float, FREE_FROM_WEIGHTS] = Field(1e-12, gt=0)
     norm_position: Literal["pre", "post"] = "pre"
-    """pre = before attention and MLP, and once at the end; post = after each residual sum (BERT, RoBERTa)."""
+    """pre = norms before attention and MLP, and a final norm; post = norms after the residual sums (BERT)."""
     first_attention_norm: Annotated[bool, OnlyWith("model.norm_position", "pre")] = True
     """false = no norm before the first attention (ModernBERT)."""
     head: Literal["none", "dense"] = "none"
     """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
     decoder_bias: bool = False
-    """Add a bias per token in the tied decoder."""
+    """Add a bias for each token in the tied decoder."""
     bias: bool = False
-    """Add biases in the linear layers, but never for keys: the gradient of a key bias is exactly zero."""
+    """Add biases to the linear layers, except for keys: the gradient of a key bias is exactly zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Dropout probability on embedding, attention output and MLP output."""
+    """Dropout probability of the embedding, the attention output and the MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Dropout probability on attention probabilities; above 0, they are materialized, which is slower."""
+    """Dropout probability of the attention probabilities; above 0, they are materialized, which is slower."""
     lstm_size: Annotated[int, OnlyWith("objective.name", "distill")] = Field(0, ge=0, le=2**17)
-    """Hidden units per direction of a BiLSTM between the embedding (hidden_size) and the head; of the other
-    model settings, only dropout then has an effect. 0 = a transformer."""
+    """Hidden units per direction of a BiLSTM between the embedding and the head; 0 = a transformer. Of the
+    other model settings, only vocab_size, hidden_size and dropout have an effect on a BiLSTM."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Data type of the residual stream; full = the parameters' precision. bf16 halves the memory traffic of
-    norms and additions, rounds every sum, and needs `precision: bf16` (or auto if it resolves to bf16)."""
+    norms and additions, rounds every sum, and needs `precision: bf16` (or auto, resolved to bf16)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -291,15 +292,15 @@ class ModelConfig(Section):
 
 class ObjectiveConfig(Section):
     name: Literal["mlm", "finetune", "distill"] = "mlm"
-    """Training objective: mlm = masked language modelling; finetune and distill = see the sections of the
-    same names."""
+    """Training objective. mlm = masked language modelling; finetune = prediction of labels; distill =
+    prediction of a teacher's logits."""
     mask_rate: Annotated[float, OnlyWith("objective.name", "mlm")] = Field(0.25, gt=0, lt=1)
     """Share of positions to predict: exactly round(mask_rate x sequence_length) in every sequence."""
 
 
 class FinetuneConfig(Section):
-    """Task for objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` read kind,
-    labels and pair from the data."""
+    """Task of a run with objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` read
+    kind, labels and pair from the data."""
 
     kind: LabelKind = "single_label"
     """single_label: one class per example; multi_label: any number of classes; regression: a score."""
@@ -308,10 +309,10 @@ class FinetuneConfig(Section):
     pair: bool = False
     """Each example consists of two texts; a BiLSTM encodes them separately."""
     head: Literal["auto", "recipe", "native"] = "auto"
-    """recipe = dense, tanh, dropout, linear; native = head of the transformers class that the encoder exports
-    to; auto = native if there is a matching class, else recipe."""
+    """recipe = dense, tanh, dropout, linear; native = the head of the transformers class to which the encoder
+    can be exported; auto = native if there is a matching class, else recipe."""
     head_size: Annotated[int, OnlyWith("finetune.head", "auto", "recipe")] = Field(1024, ge=1, le=2**17)
-    """Width of the recipe's head."""
+    """Width of the dense layer in the recipe head."""
     pooling: Literal["cls", "mean"] = "cls"
     """Input of the head: the first token of an example, or the mean over its tokens."""
 
@@ -322,8 +323,8 @@ class FinetuneConfig(Section):
 
 
 class DistillConfig(Section):
-    """Teacher and loss for objective.name: distill. The loss of an example is alpha x (loss against the
-    label) + (1 - alpha) x (loss against the teacher's logits)."""
+    """Teacher and loss of a run with objective.name: distill. The loss of an example is alpha x (loss against
+    the label) + (1 - alpha) x (loss against the teacher's logits)."""
 
     logits: PathText | None = None
     """Directory of the teacher's logits for every training example, written by `bert-dp distill`."""
@@ -331,31 +332,31 @@ class DistillConfig(Section):
     """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
     the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
     temperature: Annotated[float, OnlyWith("distill.loss", "kl")] = Field(1.0, gt=0, le=1000)
-    """Divisor of the logits of both student and teacher."""
+    """Divisor of the logits of student and teacher."""
     alpha: float = Field(0.0, ge=0, le=1)
-    """Weight of the loss against labels. For augmented copies, the teacher's answer is the label."""
+    """Weight of the loss against the labels. For augmented copies, the teacher's prediction is the label."""
     embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
-    """Initial embedding of a BiLSTM: from a run, or a text file with a token and its vector on each line;
-    null = random. Set by `--embeddings`."""
+    """Initial embedding of a BiLSTM: a run, or a text file with a token and its vector on each line; null =
+    random. `--embeddings` sets it."""
 
 
 class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas, independent of the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward pass; or auto: `bert-dp train` first finds the number (as
-    `bert-dp tune batch` does) and saves it in the run's configuration."""
+    """Sequences per replica in one forward/backward pass. auto = `bert-dp train` first finds the number, as
+    `bert-dp tune batch` does, and saves it in the run's configuration."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
-    """Slope of the linear batch ramp: at progress f the batch is ramp_quantum x (1 + floor(f x global_size /
-    (ramp_fraction x ramp_quantum))), up to global_size, reached at f = ramp_fraction x (1 - ramp_quantum /
-    global_size); 0 = no ramp."""
+    """Length of the linear batch ramp as a share of the budget; 0 = no ramp. At progress f, the batch is
+    ramp_quantum x (1 + floor(f x global_size / (ramp_fraction x ramp_quantum))), up to global_size, which is
+    reached at f = ramp_fraction x (1 - ramp_quantum / global_size)."""
     ramp_quantum: Annotated[int | None, OnlyWith("batch.ramp_fraction")] = Field(None, ge=1, le=MAX_BATCH)
     """Sequences per increment of the ramp; a divisor of global_size."""
 
     @model_validator(mode="after")
     def _quantum_divides(self) -> Self:
         if self.ramp_fraction > 0 and self.ramp_quantum is None:
-            raise ValueError("ramp_fraction is set, so ramp_quantum must be too (a divisor of global_size)")
+            raise ValueError("ramp_fraction is set, but ramp_quantum (a divisor of global_size) is not")
         if self.ramp_quantum is not None and self.global_size % self.ramp_quantum:
             near = nearest_divisors(self.global_size, self.ramp_quantum)
             raise ValueError(
@@ -366,26 +367,26 @@ class BatchConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
-    """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential (for range tests)
-    rises from 1e-4 of the peak to the peak."""
+    """Shape of the learning rate over the run. wsd = warmup, stable, decay; exponential = a rise from 1e-4 of
+    the peak to the peak, for range tests."""
     steps: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_STEPS)
     """Budget in optimizer steps. Set exactly one of steps, tokens, hours, epochs, dollars, kwh."""
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
     hours: Annotated[float | None, duration(3600), FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
-    """Budget in hours on rank 0's clock, from the first real step."""
+    """Budget in hours on rank 0's clock, from the first step, after set-up."""
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
-    """Budget in passes over the training sequences; the run's saved configuration has it in tokens, or in
-    steps for finetuning."""
+    """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
+    tokens or, for finetuning, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in dollars at run.price_per_device_hour, over every start of the run, each from the launcher's
+    """Budget in dollars at run.price_per_device_hour, over all starts of the run, each from the launcher's
     start to its exit."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in kWh, measured or at run.watts_per_device, over every start of the run."""
+    """Budget in kWh, measured or at run.watts_per_device, over all starts of the run."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", "linear", "cosine", "wsd")] = Field(
         0.06, ge=0, lt=1
     )
-    """Share of the budget for linear warm-up (linear, cosine, wsd)."""
+    """Share of the budget for linear warmup (linear, cosine, wsd)."""
     decay_fraction: Annotated[float, OnlyWith("schedule.name", "wsd")] = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
 
@@ -406,30 +407,30 @@ class ScheduleConfig(Section):
 
 class OptimConfig(Section):
     name: Annotated[PathText, key_of(OPTIMIZERS, code=True)] = "adamw"
-    """muon = Muon for the matrices of the blocks, AdamW for the rest. FILE.py:function = a custom optimizer
-    (docs/own-code.md), with --allow-code."""
+    """muon = Muon for the matrices in blocks and AdamW for all other parameters. FILE.py:function = a custom
+    optimizer (docs/own-code.md), which needs --allow-code."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
-    """Peak learning rate. auto (only lamb) = the untuned rule 5e-3 sqrt(global_size / 32768)."""
+    """Peak learning rate. auto = the untuned LAMB rule 5e-3 sqrt(global_size / 32768), only for lamb."""
     lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", "sqrt", "linear")] = Field(
         None, ge=1, le=MAX_BATCH
     )
-    """Global batch that lr was tuned for, for lr_scaling."""
+    """Global batch for which lr was tuned; lr_scaling needs it."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply lr by sqrt(global_size / lr_batch) (for Adam, LAMB and Muon), or by the ratio itself."""
+    """sqrt = multiply lr by sqrt(global_size / lr_batch), for Adam, LAMB and Muon; linear = by the ratio."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-12, gt=0)
     weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled weight decay of all parameters except biases and norms."""
     clip: float = Field(0.5, ge=0)
     """Maximum global L2 norm of the reduced gradient; 0 = no clipping."""
 
     @field_validator("lr", mode="wrap")
     @classmethod
     def _one_reason(cls, value: object, check: Callable[[object], Any]) -> Any:
-        """Report one error for `lr`, not one each for number and word."""
+        """Replace pydantic's two errors, for a number and for auto, by one error."""
         try:
             return check(value)
         except ValidationError:
@@ -441,49 +442,49 @@ class OptimConfig(Section):
             raise ValueError(f"lr: auto is LAMB's untuned rule; set a number for {self.name}")
         if self.lr == "auto" and self.lr_scaling != "none":
             raise ValueError(
-                f"lr: auto already scales with the batch; lr_scaling: {self.lr_scaling} must be none"
+                f"lr_scaling: {self.lr_scaling} conflicts with lr: auto, which already scales with the batch"
             )
         if self.lr_scaling != "none" and self.lr_batch is None:
             raise ValueError(
-                f"lr_scaling: {self.lr_scaling} needs lr_batch, the global batch lr was tuned for"
+                f"lr_scaling: {self.lr_scaling} needs lr_batch, the global batch for which lr was tuned"
             )
         return self
 
 
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
-    """auto = single on one rank, ddp on several. independent = every rank trains a separate model and nothing
-    is reduced: the ceiling that `scale` measures; refused by `train`."""
+    """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
+    reductions; `scale` measures the ceiling of throughput with it, and `train` refuses it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
-    """Ranks that share one replica (Megatron-style tensor parallelism), under ddp, zero1 and fsdp."""
+    """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
-    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (torch's first bucket: 1)."""
+    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (DDP's first bucket: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
-    """ddp: data type of reduced gradients; full = the parameters' precision; fp16 needs `precision: fp16`."""
+    """ddp: data type of reduced gradients; full = parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
-    """ddp: promise that every step runs the same graph, so that ddp need not search it."""
+    """ddp: pass static_graph to torch's DDP, which then assumes that every step runs the same graph."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
-    """fsdp: shard over dp / fsdp_replicas ranks and replicate over fsdp_replicas (hybrid sharding)."""
+    """fsdp: number of replicas of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
-    """DeepSpeed ZeRO stage: 0 = none, 1 = optimizer state, 2 = gradients too, 3 = parameters too."""
+    """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
-    """Keep only each block's input and recompute the block in the backward pass: less memory, a third more
-    compute."""
+    """Save only the input of each block and recompute the block in the backward pass. This needs less memory
+    and a third more compute."""
 
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = not by steps. One is also saved at the end and on a signal."""
+    """Optimizer steps between checkpoints; 0 = not by steps. A run also saves when it ends or is stopped."""
     every_minutes: Annotated[float, duration(60), OnlyWith("checkpoint.keep")] = Field(
         10.0, ge=0, le=MAX_SECONDS / 60
     )
-    """Save a checkpoint if the last one is this many minutes old; 0 = not by time. The interval grows if
-    saving would stall training for over 1 % of the time."""
+    """Minutes between checkpoints; 0 = not by time. The interval increases if saving would stall training for
+    over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
-    """Newest checkpoints to keep; 0 = write none, so that a run that stops early is lost."""
+    """Number of newest checkpoints to keep; 0 = write none; the run then cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
-    """If a checkpoint cannot be saved: continue and retry at the next one, or stop the run as failed. A run
-    that cannot save its first or last state always fails."""
+    """Action if a checkpoint cannot be saved: continue training until the next checkpoint, or stop the run as
+    failed. A run that cannot save its first or last state always fails."""
 
 
 class EvalConfig(Section):
@@ -497,18 +498,18 @@ class LogConfig(Section):
     every_steps: int = Field(10, ge=1, le=MAX_STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     step_times: bool = False
-    """Also write every rank's step times to steps/rank-N.jsonl."""
+    """Also write the step times of every rank to steps/rank-N.jsonl."""
     noise_scale: bool = False
     """Write the squared gradient norms of each step at two batch sizes, before clipping, to noise.jsonl, and
-    the gradient noise scale of the last 200 steps, in sequences, to summary.json. Works with single, ddp and
-    zero1 without tensor parallelism; one replica needs accumulation 2 or more."""
+    the gradient noise scale of the last 200 steps, in sequences, to summary.json. This works with single, ddp
+    and zero1 without tensor parallelism. A single replica needs at least two micro batches per step."""
     to: Annotated[tuple[Logger, ...], OneOrMore] = ()
-    """Services that also receive the records (extras of the same names); local to this machine unless
-    environment variables say otherwise."""
+    """Services that also receive the records; each needs the extra of the same name. Records stay on this
+    machine unless environment variables configure a server."""
 
 
 class PlannedFigure(Section):
-    """Figure predicted by `bert-dp plan`, with its 95 % interval and origin; null = unknown."""
+    """Figure predicted by `bert-dp plan`, with a 95 % interval and its origin; null = unknown."""
 
     value: float | None
     ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
@@ -518,7 +519,7 @@ class PlannedFigure(Section):
 
 class Config(Section):
     task: Annotated[PathText, AfterValidator(_is_code)] | None = None
-    """FILE.py:function = a custom task with its own model, data and objective (docs/own-code.md), with
+    """FILE.py:function = a custom task with its own model, data and objective (docs/own-code.md), which needs
     --allow-code; null = the built-in task of objective.name."""
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
@@ -531,7 +532,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto = bf16 if every rank's device has bf16 matrix products (a GPU since Ampere, a CPU with avx512_bf16
+    """auto = bf16 if every rank's device has bf16 matrix products (GPUs since Ampere, CPUs with avx512_bf16
     or amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. Resuming keeps the precision."""
     compile: Annotated[Literal["auto", "on", "off"], FREE_ON_RESUME] = "auto"
     """Use torch.compile; auto = only on GPUs."""
@@ -539,8 +540,8 @@ class Config(Section):
     eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
     log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()
     prediction: Annotated[dict[PredictedName, PlannedFigure] | None, FREE_ON_RESUME] = None
-    """Figures predicted by `bert-dp plan`, shown next to the measured ones in the run's report; no effect on
-    training."""
+    """Figures predicted by `bert-dp plan`, shown next to the measured figures in the run's report; they have
+    no effect on training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -577,18 +578,18 @@ class Config(Section):
         if num_masked(self.objective.mask_rate, self.data.sequence_length) < 1:
             raise ValueError(
                 f"objective.mask_rate {self.objective.mask_rate} masks no position of "
-                f"data.sequence_length {self.data.sequence_length}; raise either"
+                f"data.sequence_length {self.data.sequence_length}; increase either"
             )
         return self
 
     @property
     def has_examples(self) -> bool:
-        """Return True if the data are labelled examples of varying length, False for packed sequences."""
+        """Return True if the data are labelled examples of different lengths, not packed sequences."""
         return self.objective.name != "mlm"
 
     @property
     def predicted_share(self) -> float:
-        """Return the share of positions whose token the model predicts; 0 in finetuning."""
+        """Return the share of positions at which the model predicts the token; 0 for labelled examples."""
         return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
 
     @property
@@ -603,7 +604,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss; with distill.loss: mse, of the part against the teacher."""
+        """Return the unit of the training loss or, for distill.loss: mse, of its part against the teacher."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 
@@ -616,7 +617,7 @@ class Config(Section):
 def all_settings(
     section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
-    """Yield each setting's dotted path, its field, and its marks, including those of enclosing sections."""
+    """Yield the dotted path, the field and the marks of each setting, with the marks of its sections."""
     for name, field in section.model_fields.items():
         marks = (*above, *field.metadata)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

@@ -1,7 +1,7 @@
-"""Label or encode the examples of a file, as one JSON line per example, in the file's order. Examples of
-similar length are computed together.
+"""Label or encode the examples of a file, and write one JSON line per example, in the order of the file.
+Examples of similar length share a batch.
 
-Axes: N examples in memory, B of a batch, S tokens of its longest, L outputs per example.
+Axes: N examples in memory, B examples of a batch, S tokens of its longest example, L outputs per example.
 """
 
 import contextlib
@@ -39,25 +39,26 @@ from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
 
-HELD = 8192  # examples that are sorted by length together
-# per forward pass, including padding: a GPU needs many to be busy; a core needs few, and smaller batches
-# have less padding (benchmarks/RESULTS.md)
+SORTED_EXAMPLES = 8192  # number of examples that are sorted by length together
+# tokens per forward pass, including padding: a GPU needs many tokens to be busy; a CPU needs few, and small
+# batches have less padding (benchmarks/RESULTS.md)
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
 DIGITS = 6  # decimal places in the output
 
 Texts = Sequence[tuple[str, ...]]
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Map token ids and a real-token mask, [B, S], to logits [B, L] (finetuned) or hidden states [B, S, H]."""
+"""Function of token ids and a mask of real tokens, each [B, S], that returns logits [B, L] of a finetuned
+model, or hidden states [B, S, H] of a pretrained model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """Loaded model for predictions."""
+    """Loaded model and the settings for its predictions."""
 
     path: Path
-    """Its checkpoint or exported directory."""
+    """Checkpoint or exported directory of the model."""
     finetune: FinetuneConfig | None
-    """None for a pretrained run."""
+    """Settings of a finetuned run; None for a pretrained run."""
     encoder: ExampleEncoder
     compute: Compute
     device: torch.device
@@ -72,8 +73,9 @@ def predict_file(
     out: Path | None = None,
     precision: str = "auto",
 ) -> None:
-    """Write one line per example of `file`, to a new file `out` or to stdout. `text` and `text_pair`: columns
-    of a table. `run`, `precision`: see `open_predictor`. Raises ConfigError and RunFailed."""
+    """Write one JSON line per example of `file` to the new file `out`, or to stdout. `text` and `text_pair`:
+    columns of a table. `run`, `precision`: see `open_predictor`. Raise ConfigError if an argument is
+    unusable, RunFailed if outputs are not finite."""
     if out is not None and out.exists():
         raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="choose a new file")])
     use_all_cores()
@@ -82,15 +84,15 @@ def predict_file(
     texts = read_texts(file, [column for column in (first_column, text_pair) if column is not None])
     with shown_progress() as progress:
         lines = predict(predictor, texts, progress)
-        first = next(lines)  # refuse bad input before creating a directory for --out
+        first = next(lines)  # raises for bad input before a directory is created for --out
         with destination(out) as stream:
             for line in itertools.chain([first], lines):
                 stream.write(json.dumps(line) + "\n")
 
 
 def open_predictor(run: Path, precision: str = "auto") -> Predictor:
-    """Load a run, a checkpoint or an exported directory. `precision`: for a run, see inference_precision; an
-    exported directory computes on the CPU in its own precision. Raises ConfigError."""
+    """Load a run, a checkpoint or an exported directory. `precision`: see inference_precision. An exported
+    model runs on the CPU, in the precision of its export. Raise ConfigError if `run` cannot be loaded."""
     if not (run / EXPORTED).is_file():
         loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,8 +103,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         return Predictor(loaded.path, finetune, encoder, compute, device)
     exported = read_exported(run)
     if precision != "auto":
-        message = f"{precision} is only for runs, but {run} was exported in {exported.precision}"
-        hint = "leave it out, or pass the run"
+        message = f"{precision} applies only to runs, but {run} was exported in {exported.precision}"
+        hint = "omit --precision, or pass the run"
         raise ConfigError([Issue("--precision", "conflict", message, precision, "RUN", hint)])
     require_loaders(exported, "predict")
     encoder = ExampleEncoder.load(run / files.TOKENIZER, exported.sequence_length)
@@ -124,8 +126,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move our model to a device and wrap it as a `Compute`. `sep`: the separator's id, for a model with
-    token types; None = a model without them."""
+    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id, if there are token types."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -140,31 +141,31 @@ def on_device(
 
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Yield one line per example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
-    the `encoding` of a pretrained one, the mean of its hidden states. An example with a text without tokens
-    has `tokens`: 0 instead.
+    """Yield one dictionary per example, in order. Each contains `index` and, for a finetuned run, the labels
+    (see `labelled`) or, for a pretrained run, the `encoding`: the mean of the hidden states. If one of its
+    texts has no tokens, an example has `tokens`: 0 instead of a result.
 
-    Raises ConfigError if no example has tokens, RunFailed if outputs are not finite.
+    Raise ConfigError if every example has a text without tokens, RunFailed if outputs are not finite.
     """
     finetune = predictor.finetune
-    # a pretrained run has never seen <cls>
+    # pretraining does not use <cls>
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
         message = f"the tokenizer of {predictor.path} has no token for any text"
-        hint = "choose a run whose tokenizer knows their script"
+        hint = "choose a run whose tokenizer supports the script of the texts"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
     truncated = letters = lost_letters = 0
     textless: set[int] = set()
-    for first in range(0, len(texts), HELD):
-        encoded = encoder.encode(texts[first : first + HELD])
+    for first in range(0, len(texts), SORTED_EXAMPLES):
+        encoded = encoder.encode(texts[first : first + SORTED_EXAMPLES])
         truncated += encoded.truncated
         letters += encoded.letters
         lost_letters += encoded.lost_letters
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
-        tell = lambda done, first=first: progress("examples", first + done, len(texts))  # noqa: E731
-        most = BATCH_TOKENS[predictor.device.type]
-        outputs_NL = outputs_of(predictor.compute, rows, encoder.special["pad"], most, tell)
+        report = lambda done, first=first: progress("examples", first + done, len(texts))  # noqa: E731
+        max_tokens = BATCH_TOKENS[predictor.device.type]
+        outputs_NL = outputs_of(predictor.compute, rows, encoder.special["pad"], max_tokens, report)
         for index, output_L in enumerate(outputs_NL, first):
             if index in textless:
                 yield {"index": index, "tokens": 0}
@@ -173,8 +174,8 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
             else:
                 yield {"index": index, **labelled(output_L, finetune)}
     if lost_letters > WARNED_LOSS * letters:
-        known = f"the tokenizer of {predictor.path} does not know them"
-        progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
+        cause = f"the tokenizer of {predictor.path} does not support them"
+        progress(f"warning: FILE: {lost_words(lost_letters, letters)}, because {cause}", 0, 0)
     if textless:
         first_textless = f"the first has index {min(textless)}"
         without = f"{len(textless)} of {len(texts)} examples have a text without tokens"
@@ -187,13 +188,13 @@ def outputs_of(
     compute: Compute,
     rows: Sequence[NDArray[np.uint16]],
     pad: int,
-    most: int,
+    max_tokens: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
-    """Compute [N, L] in the order of `rows`, the tokens of each example: logits, or the mean of hidden
-    states. `most`: see `batches`; `progress` receives the number of completed examples. Raises RunFailed for
-    an output that is not finite."""
-    together = [*batches(np.array([len(row) for row in rows], np.int64), most)]
+    """Return the outputs [N, L] in the order of `rows`: logits, or the mean of the hidden states. `rows`:
+    tokens of each example. `max_tokens`: see `batches`. `progress` receives the number of completed examples.
+    Raise RunFailed if an output is not finite."""
+    together = [*batches(np.array([len(row) for row in rows], np.int64), max_tokens)]
     outputs = []
     for index_B in together:
         ids_BS, real_BS = padded([rows[i] for i in index_B], pad)
@@ -208,26 +209,26 @@ def outputs_of(
 
 
 def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and a mask of real tokens, each [B, S]."""
+    """Return padded token ids and a mask of real tokens, each [B, S]."""
     tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
     ids_BS = pad_sequence(tensors, batch_first=True, padding_value=pad)
     length_B1 = torch.tensor([[len(row)] for row in rows])
     return ids_BS, torch.arange(ids_BS.shape[1]) < length_B1
 
 
-def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
-    """Yield indices of examples by length, longest first: up to `most` tokens including padding, or one
-    example."""
+def batches(lengths_N: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the indices of each batch of examples, longest first. A batch has up to `max_tokens` tokens,
+    including padding, or contains one longer example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
-        count = max(1, most // int(lengths_N[order_N[0]]))
+        count = max(1, max_tokens // int(lengths_N[order_N[0]]))
         yield order_N[:count]
         order_N = order_N[count:]
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
-    """Return the `score` of a regression; else `label`, the most probable one, or `labels`, those above 50 %,
-    and the `probabilities` of all labels by name."""
+    """Return the `score` of a regression. Otherwise, return `label` (the most probable one) or `labels` (all
+    above 50 %), and the `probabilities` of all labels by name."""
     if finetune.kind == "regression":
         return {"score": round(float(logits_L[0]), DIGITS)}
     names = finetune.labels
@@ -242,8 +243,8 @@ def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[st
 
 
 def read_texts(file: str, columns: Sequence[str]) -> Texts:
-    """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. Raises
-    ConfigError for a file that cannot be read, and for an empty text."""
+    """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. Raise
+    ConfigError if the file cannot be read or a text is empty."""
     path = Path(os.path.expanduser(file))
     is_hub = file.startswith("hub:")
     if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":
@@ -252,31 +253,30 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
     for number, line in readers.lines(path):
         if not line.strip():
             message = f"line {number} is empty"
-            raise ConfigError([Issue(file, "missing", message, hint="delete it, as each line is an example")])
+            raise ConfigError([Issue(file, "missing", message, hint="delete it: every line is an example")])
         texts.append((line,))
     if not texts:
-        raise ConfigError([Issue(file, "missing", "contains no example")])
+        raise ConfigError([Issue(file, "missing", "contains no examples")])
     return texts
 
 
 @contextlib.contextmanager
 def destination(out: Path | None) -> Iterator[TextIO]:
-    """Open stdout, or a file that appears only when complete. Raises ConfigError for an unwritable
-    directory."""
+    """Yield stdout, or a file that appears only when complete. Raise ConfigError if it cannot be created."""
     if out is None:
         try:
             yield sys.stdout
             sys.stdout.flush()
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest of the buffer
-            if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards buffered output
+            if not isinstance(error, BrokenPipeError):  # a broken pipe is expected if the reader stops early
                 raise
         return
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     except OSError as error:
-        message = f"{out.parent} cannot be written ({error.strerror})"
+        message = f"{out.parent} is not writable ({error.strerror})"
         hint = "choose a path in another directory"
         raise ConfigError([Issue("--out", "not_found", message, str(out), hint=hint)]) from None
     with folder as name:

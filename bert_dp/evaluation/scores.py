@@ -1,8 +1,8 @@
-"""Score predictions with scikit-learn and scipy (extra `glue`). Torch-free.
+"""Score predictions with scikit-learn and scipy (extra `glue`), without importing torch.
 
-f1 refers to the second of two labels; with more labels it is averaged over them; for multi_label it pools all
-decisions. A multi_label label is predicted if its logit is above 0, and accuracy counts examples with every
-label right. auc exists only for two labels.
+With two labels, f1 refers to the second label; with more labels, it is the mean over the labels. For
+multi_label, f1 is computed over all decisions, a label is predicted if its logit is above 0, and accuracy is
+the share of examples with every label right. auc is defined only for two labels.
 """
 
 import functools
@@ -23,25 +23,25 @@ Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
 def score(
     metrics: Sequence[Metric], kind: LabelKind, logits: NDArray[Any], labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Compute each metric from the model's outputs [n, L] (regression [n, 1]) and labels: [n] integers, [n,
-    L] of 0 and 1, or [n] scores. Predictions are neither clipped nor rounded.
+    """Return the value of each metric. `logits`: outputs of the model, [n, L] or, for a regression, [n, 1].
+    `labels`: [n] integers, [n, L] zeros and ones, or [n] scores. Predictions are neither clipped nor rounded.
 
-    NaN if a metric is undefined: a correlation with a constant, an auc with only one label present. Raises
-    ValueError for logits that are not finite, KeyError for a metric that the kind does not have, and
-    ConfigError if the extra is not installed.
+    The value is NaN if a metric is undefined, such as a correlation with a constant or an auc with only one
+    label present. Raise ValueError if logits are not finite, KeyError for a metric that the kind does not
+    have, and ConfigError if the extra is not installed.
     """
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite, so the predictions cannot be scored")
     measures = _measures(kind, logits.shape[1])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about undefined metrics
+        warnings.simplefilter("ignore")  # warnings about undefined metrics
         return {name: float(measures[name](labels, logits.astype(np.float64))) for name in metrics}
 
 
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: train's most frequent label (multi_label: each label's), or its mean."""
+    """Score a constant prediction: the majority label, the majority value of each label, or the mean."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":
@@ -53,7 +53,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """Return the metrics of a kind: functions from labels and logits to a score."""
+    """Return the functions that compute the metrics of a kind from labels and logits."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

@@ -1,7 +1,7 @@
 """Compute a teacher's logits for a transfer set, and sample words from a masked language model.
 
 `python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N; the launcher
-starts all N. Axes as in bert_dp.evaluation.prediction; P predicted positions, V ordinary tokens.
+starts all shares. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V ordinary tokens.
 """
 
 import os
@@ -25,11 +25,11 @@ from bert_dp.examples.table import LOGITS, Examples
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.load import load_checkpoint
 
-PART = 4096  # examples per file, the most that an interruption loses
+EXAMPLES_PER_FILE = 4096  # an interruption loses at most the results for one file per process
 
 
 def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: str) -> str:
-    """Compute a share of the logits; return their directory. Raises ConfigError and RunFailed."""
+    """Compute one share of the logits and return their directory. Raise the errors of `compute_share`."""
     files.set_private_umask()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(of)))
     where = torch.device("cuda", int(share)) if device == "cuda" else torch.device("cpu")
@@ -40,8 +40,8 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write every `of`-th logits file of train, starting at `share`, that does not exist yet. A file's
-    contents do not depend on `of`. Raises ConfigError and RunFailed."""
+    """Write the missing logits files of the train split whose number modulo `of` is `share`. Their contents
+    do not depend on `of`. Raise ConfigError if an input is unusable, RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens
@@ -49,11 +49,11 @@ def compute_share(
     compute = on_device(loaded.model, device, sep=sep)
     out.mkdir(parents=True, exist_ok=True)
     with shown_progress() as progress:
-        for part, first in enumerate(range(0, len(train), PART)):
+        for part, first in enumerate(range(0, len(train), EXAMPLES_PER_FILE)):
             path = out / LOGITS.format(part)
             if part % of != share or path.exists():
                 continue
-            rows = [train.tokens(i) for i in range(first, min(first + PART, len(train)))]
+            rows = [train.tokens(i) for i in range(first, min(first + EXAMPLES_PER_FILE, len(train)))]
             logits_NL = outputs_of(compute, rows, special.pad, BATCH_TOKENS[device.type])
             unfinished = path.with_name(f".{path.name}")
             save_file({"logits": logits_NL.astype(np.float32)}, unfinished)
@@ -63,23 +63,23 @@ def compute_share(
 
 
 def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.int64], seed: int) -> None:
-    """Replace each HOLE_ID in examples, in place, by an ordinary token sampled from the predictions of a
-    checkpoint's masked language model. Raises ConfigError for another kind of model."""
+    """Replace each HOLE_ID in the examples, in place, by an ordinary token sampled from the predictions of a
+    masked language model. Raise ConfigError if the checkpoint has another kind of model."""
     loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
         message = f"{checkpoint} is not a masked language model"
-        raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use pos or none")])
+        raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use --replace pos or none")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, special = loaded.model.to(device), tokens.special_ids(loaded.tokenizer, str(checkpoint))
     ordinary = slice(tokens.first_ordinary(loaded.tokenizer, special), tokens.size(loaded.tokenizer))
-    # without <cls>, which the model has never seen
+    # without <cls>, which pretraining does not use
     rows = [row[1:] for row in np.split(ids, offsets[1:-1]) if (row == HOLE_ID).any()]
     for index_B in batches(np.array([len(row) for row in rows], np.int64), BATCH_TOKENS[device.type]):
         chosen = [rows[i] for i in index_B]
         ids_BS, real_BS = padded(chosen, special["pad"])
         hole_BS = ids_BS == HOLE_ID
         seen_BS = ids_BS.masked_fill(hole_BS, special["mask"])
-        # a pure function of seed and example
+        # the random numbers depend only on seed and example
         draws = [Random(seed.to_bytes(8, "little") + row.tobytes()) for row in chosen]  # noqa: S311 (no secret)
         counts = hole_BS.sum(1).tolist()
         uniform_P = [draw.random() for draw, count in zip(draws, counts, strict=True) for _ in range(count)]

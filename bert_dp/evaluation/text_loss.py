@@ -1,9 +1,10 @@
-"""Measure the loss of a run on any text.
+"""Measure the loss of a pretrained model on any text.
 
-Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data. They
-are read twice: for the loss of single tokens, then for the loss of whole words per byte, which can be
-compared between runs with different vocabularies. The predicted tokens depend only on (document, position),
-the hidden words only on (document, word index). Axes: D documents, T tokens in total, W words of a document.
+As in training, sequences are cut from the concatenated documents, each followed by <sep>. They are evaluated
+twice: first for the loss of single tokens, then for the loss of whole words in bits per byte, which is
+comparable between different vocabularies. The choice of tokens to predict depends only on (document,
+position), the choice of words to hide only on (document, word index). Axes: D documents, T tokens in total, P
+predicted tokens, W words of a document.
 """
 
 import contextlib
@@ -34,30 +35,30 @@ from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
 
 WORD = re.compile(r"\S+")
-TOKENS, WORDS = 6, 7  # random streams, different from those of training
+TOKENS, WORDS = 6, 7  # identifiers of random streams that training does not use
 
 
 class WordCounts(NamedTuple):
-    """Word counts of one document, or [D] of each document."""
+    """Word counts of one document, or arrays [D] with the counts of each document."""
 
     words: Any
     hidden: Any
     hidden_bytes: Any
-    """UTF-8 bytes of the hidden words, without surrounding white space."""
-    silent: Any
+    """UTF-8 bytes of the hidden words, without the white space around them."""
+    without_token: Any
     """Hidden words for which the tokenizer produces no token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """D concatenated documents, each followed by <sep>."""
+    """Tokens of D concatenated documents, each followed by <sep>."""
 
     ids_T: NDArray[np.uint16]
     seen_T: NDArray[np.uint16]
-    """Tokens as the model sees them when it predicts those in `drawn_T`."""
+    """Tokens that the model receives to predict the tokens in `drawn_T`."""
     drawn_T: NDArray[np.bool_]
     hidden_T: NDArray[np.bool_]
-    """Tokens of hidden words."""
+    """True for tokens of hidden words."""
     document_T: NDArray[np.int32]
     bytes: int
     """UTF-8 bytes of all documents."""
@@ -65,7 +66,7 @@ class Text:
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
-    """Tokenize all documents; sample the tokens to predict and the words to hide. `special`: ids by role."""
+    """Tokenize all documents, and sample tokens to predict and words to hide. `special`: ids by role."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a document is ordinary text
@@ -89,8 +90,9 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
 def draw_tokens(
     ids_T: NDArray[np.uint16], key: int, mask_id: int, ordinary: tuple[int, int]
 ) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
-    """Return a document's tokens as the model sees them, and which ones it predicts: each with probability
-    EVAL_MASK_RATE, seen as <mask> (80 %), as a random token in `range(*ordinary)` (10 %), or unchanged."""
+    """Return the tokens that the model receives, and a mask of the tokens to predict. Each token is predicted
+    with probability EVAL_MASK_RATE. For a predicted token, the model receives <mask> (80 %), a random token
+    in `range(*ordinary)` (10 %), or the token itself (10 %)."""
     random_T = hash64(key, TOKENS, np.arange(len(ids_T)))
     share_T = mix64(random_T + GOLDEN)
     drawn_T = random_T < U64(int(EVAL_MASK_RATE * 2.0**64))
@@ -104,61 +106,61 @@ def draw_tokens(
 def hide_words(
     text: str, offsets: Sequence[tuple[int, int]], key: int
 ) -> tuple[NDArray[np.bool_], WordCounts]:
-    """Return which tokens of a document share a character with a hidden word; each word is hidden with
-    probability EVAL_MASK_RATE. `offsets`: each token's first character and the one after its last."""
+    """Return a mask of the tokens that share a character with a hidden word, and the word counts. Each word
+    is hidden with probability EVAL_MASK_RATE. `offsets`: start and end of each token in `text`."""
     spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts_W, ends_W = spans_W2.T
     drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(EVAL_MASK_RATE * 2.0**64))
     begin_T, end_T = np.array(offsets, np.int64).reshape(-1, 2).T
-    first_T = np.searchsorted(ends_W, begin_T, side="right")  # words that share characters with a token
+    first_T = np.searchsorted(ends_W, begin_T, side="right")  # words first_T to last_T - 1 overlap the token
     last_T = np.maximum(np.searchsorted(starts_W, end_T, side="left"), first_T)
     drawn_before_W = np.concatenate([[0], np.cumsum(drawn_W)])
     has_token_W = np.zeros(len(spans_W2) + 1, np.int64)
     np.add.at(has_token_W, first_T, 1)
     np.add.at(has_token_W, last_T, -1)
-    silent_W = drawn_W & (np.cumsum(has_token_W)[:-1] == 0)
+    without_token_W = drawn_W & (np.cumsum(has_token_W)[:-1] == 0)
     counts = WordCounts(
         words=len(spans_W2),
         hidden=int(drawn_W.sum()),
         hidden_bytes=sum(len(text[a:b].encode()) for a, b in spans_W2[drawn_W].tolist()),
-        silent=int(silent_W.sum()),
+        without_token=int(without_token_W.sum()),
     )
     return drawn_before_W[last_T] > drawn_before_W[first_T], counts
 
 
-# approximate, per forward pass, with logits for 15 % of them. A GPU needs many tokens to be busy
+# approximate number of tokens per forward pass, of which 15 % have logits; a GPU needs many to be busy
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 8192}
 
 
 class PredictedTokens(StoredModel):
-    """Results for predicted single tokens of a text."""
+    """Results for the prediction of single tokens."""
 
     tokens: Count
     documents: Count
     loss: float
-    """Mean cross entropy, nats per predicted token."""
+    """Mean cross entropy in nats per predicted token."""
     loss_se: float | None
-    """Standard error over documents, each sampled as a whole; null for one document."""
+    """Standard error, with documents as the sampling units; null for one document."""
     accuracy: float
-    """Share of tokens whose most probable prediction is right."""
+    """Share of predicted tokens whose most probable prediction is right."""
 
 
 class HiddenWords(StoredModel):
-    """Results for predicted whole words, with all tokens of a word hidden at once."""
+    """Results for the prediction of whole words. All tokens of a word are hidden at once."""
 
     words: Count
-    """Sampled by (document, word): the same words for every vocabulary."""
+    """Number of hidden words, the same for every vocabulary, because sampling ignores tokens."""
     words_without_token: Count
-    """Words among them for which the tokenizer produces no token: their bytes count, but cost no bits."""
+    """Hidden words for which the tokenizer produces no token. Their bytes are included, with 0 bits."""
     bytes: Count
-    """UTF-8 bytes of the words as written in the text."""
+    """UTF-8 bytes of the hidden words in the text."""
     documents: Count
     tokens: Count
     unknown_tokens: Count
     bits_per_byte: float | None
     bits_per_byte_se: float | None
     bits_D: list[float] = Field([], exclude=True)
-    """Bits of each document's hidden words, as bytes_D their bytes, to compute differences between runs."""
+    """Bits of the hidden words of each document, for `difference`; not printed."""
     bytes_D: list[int] = Field([], exclude=True)
 
 
@@ -168,20 +170,20 @@ class TextLoss(StoredModel):
     schema_version: int = SCHEMA_VERSION
     run: str
     step: int
-    """Optimizer steps of the checkpoint."""
+    """Optimizer step of the checkpoint."""
     vocab_size: int
     sequence_length: int
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """name, bytes, sha256 and documents of each source."""
+    """Name, bytes, sha256 and documents of each source."""
     documents: Count
     documents_without_tokens: Count
     """Documents for which the tokenizer produces no token; only their separators are evaluated."""
     tokens: Count
-    """Including a separator after each document."""
+    """Number of tokens, including a separator after each document."""
     words: Count
-    """Character runs between white space."""
+    """Number of words, which are separated by white space."""
     bytes: Count
     """UTF-8 bytes of the documents."""
     mask_rate: float
@@ -191,11 +193,11 @@ class TextLoss(StoredModel):
 
 
 def text_loss(
-    run: str, texts: Sequence[str], options: BuildConfig, tell: Progress, precision: str = "auto"
+    run: str, texts: Sequence[str], options: BuildConfig, progress: Progress, precision: str = "auto"
 ) -> TextLoss:
-    """Measure the newest valid checkpoint of a run, or one checkpoint, on the documents in `texts`.
-    `precision`: see inference_precision. Raises ConfigError for an unusable run or text, RunFailed if the
-    loss is not finite."""
+    """Measure the loss of one checkpoint, or of the newest valid checkpoint of a run, on the documents in
+    `texts`. `precision`: see inference_precision. Raise ConfigError if the run or a text is unusable,
+    RunFailed if the loss is not finite."""
     resolved = inputs.resolve(texts, options)
     loaded = load_checkpoint(checkpoint.resolve(run))
     path, facts, config, model = loaded.path, loaded.facts, loaded.config, loaded.model
@@ -206,20 +208,20 @@ def text_loss(
     special = tokens.special_ids(loaded.tokenizer, str(path))
     if (size := tokens.size(loaded.tokenizer)) > config.model.vocab_size:
         message = f"the tokenizer of {path} has {size} tokens, but its model has {config.model.vocab_size}"
-        hint = "copy the tokenizer.json of the run's shards there"
+        hint = "copy tokenizer.json from the shards of the run into the checkpoint"
         raise ConfigError([Issue("RUN", "conflict", message, size, "model.vocab_size", hint)])
     records = [source_record(source) for source in resolved]
-    tell("tokenize", 0, None)
+    progress("tokenize", 0, None)
     with contextlib.closing(read_documents(resolved, records)) as documents:
         text = read(documents, loaded.tokenizer, special)
     lengths_D = np.bincount(text.document_T)
     textless = int((lengths_D == 1).sum())  # only <sep>
     if textless == len(lengths_D):
-        message = f"the tokenizer of {path} has no token for any of the text"
-        hint = "choose a run whose tokenizer knows it"
+        message = f"the tokenizer of {path} has no tokens for the text"
+        hint = "choose a run whose tokenizer supports its script"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} to predict"
+        message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} that are predicted"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -227,8 +229,8 @@ def text_loss(
     allow_tf32(chosen, device)
     length = config.data.sequence_length
     with chosen.context(device):
-        predicted = token_losses(model, text, length, tell)
-        hidden = word_losses(model, text, length, special, tell)
+        predicted = token_losses(model, text, length, progress)
+        hidden = word_losses(model, text, length, special, progress)
     return TextLoss(
         run=run,
         step=facts.step,
@@ -248,9 +250,9 @@ def text_loss(
     )
 
 
-def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:
-    """Compute the mean loss and accuracy on the tokens drawn for prediction (not on whole words)."""
-    loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", tell)
+def token_losses(model: CrammedBert, text: Text, length: int, progress: Progress) -> PredictedTokens:
+    """Compute the mean loss and the accuracy for the single tokens in `text.drawn_T`."""
+    loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", progress)
     document_P = text.document_T[text.drawn_T]
     count_D = np.bincount(document_P)
     mean, se = ratio(np.bincount(document_P, loss_P), count_D)
@@ -265,17 +267,17 @@ def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) ->
 
 
 def word_losses(
-    model: CrammedBert, text: Text, length: int, special: dict[str, int], tell: Progress
+    model: CrammedBert, text: Text, length: int, special: dict[str, int], progress: Progress
 ) -> HiddenWords:
-    """Compute the loss of hidden words, whose tokens the model sees as <mask>, per byte."""
+    """Compute the loss of hidden words in bits per byte. The model receives their tokens as <mask>."""
     hidden_T, counts_D = text.hidden_T, text.counts_D
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
-    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", tell)
+    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", progress)
     bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(counts_D.words))
     mean, se = ratio(bits_D, counts_D.hidden_bytes)
     return HiddenWords(
         words=int(counts_D.hidden.sum()),
-        words_without_token=int(counts_D.silent.sum()),
+        words_without_token=int(counts_D.without_token.sum()),
         bytes=int(counts_D.hidden_bytes.sum()),
         documents=int((counts_D.hidden_bytes > 0).sum()),
         tokens=int(hidden_T.sum()),
@@ -288,8 +290,7 @@ def word_losses(
 
 
 def difference(first: HiddenWords, second: HiddenWords) -> tuple[float | None, float | None]:
-    """Return the bits per byte of the second run minus those of the first on the same text, and the
-    difference's standard error over documents."""
+    """Return the difference in bits per byte (second minus first) and its standard error over documents."""
     return ratio(np.array(second.bits_D) - np.array(first.bits_D), np.array(first.bytes_D))
 
 
@@ -300,30 +301,30 @@ def scores(
     predicted_T: NDArray[np.bool_],
     length: int,
     stage: str,
-    tell: Progress,
+    progress: Progress,
 ) -> NDArray[np.float64]:
-    """Compute [2, P]: each predicted token's cross entropy in nats, and 1 if it is the most probable one, in
-    order. Raises RunFailed if a loss is not finite."""
+    """Return [2, P]: the cross entropy of each predicted token in nats, and 1 if the token is the most
+    probable one. Raise RunFailed if a loss is not finite."""
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
     for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):
-        tell(stage, begin, len(ids_T))
+        progress(stage, begin, len(ids_T))
         rows_BS = torch.from_numpy(seen_T[begin:end].astype(np.int64).reshape(-1, width))
         positions_P = np.flatnonzero(predicted_T[begin:end])
         labels_P = torch.from_numpy(ids_T[begin:end][positions_P].astype(np.int64))
         with torch.inference_mode():
             logits_PV = model(rows_BS.to(device), torch.from_numpy(positions_P).to(device))
             parts.append(model.vocabulary.score(logits_PV, labels_P.to(device)).double().cpu().numpy())
-    tell(stage, len(ids_T), len(ids_T))
+    progress(stage, len(ids_T), len(ids_T))
     loss_and_hit_2P = np.concatenate(parts, axis=1)
     if not np.isfinite(loss_and_hit_2P).all():
         raise RunFailed("the loss of some tokens is not finite: the run has diverged", "not_finite")
     return loss_and_hit_2P
 
 
-def pieces(count: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first, end, tokens per sequence) of batches of about `most` tokens, `count` in total."""
-    whole, step = count // length * length, max(1, most // length) * length
+def pieces(count: int, length: int, max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first token, end, tokens per sequence) for batches of about `max_tokens` of `count` tokens."""
+    whole, step = count // length * length, max(1, max_tokens // length) * length
     for begin in range(0, whole, step):
         yield begin, min(begin + step, whole), length
     if whole < count:
@@ -331,8 +332,8 @@ def pieces(count: int, length: int, most: int) -> Iterator[tuple[int, int, int]]
 
 
 def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
-    """Compute a ratio of two sums and its standard error over documents, each sampled as a whole (Cochran
-    1977, 2.11). None if the count is 0; no error for one document."""
+    """Return the ratio of two sums and its standard error, with documents as the sampling units (Cochran
+    1977, 2.11). The ratio is None if the count is 0; the error is also None for one document."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
     if not total:
         return None, None

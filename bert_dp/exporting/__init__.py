@@ -1,1 +1,1 @@
-"""Export runs for other programs (transformers, ONNX, AOTInductor), and check that the outputs agree."""
+"""Export models for transformers, ONNX Runtime and AOTInductor, and check that the outputs agree."""

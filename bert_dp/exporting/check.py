@@ -1,5 +1,5 @@
-"""Compare an exported directory with its run on the same batches; the directory runs in a process without our
-code. Axes: B sequences, S positions, O outputs per position or per sequence."""
+"""Compare an exported model with its run on the same batches. The exported model runs in a process that
+cannot import bert-dp. Axes: B sequences, S positions, O outputs per position or per sequence."""
 
 import json
 import os
@@ -28,9 +28,9 @@ from bert_dp.training import checkpoint
 from bert_dp.training.process import RunFailed
 
 BATCHES = (1, 3, 8)
-LENGTHS = (5, 37, 128)  # and the run's own length
+LENGTHS = (5, 37, 128)  # and the sequence length of the run
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
-"""Largest difference in fp32, relative to the largest output if that is above 1."""
+"""Largest allowed difference in fp32, relative to the largest output if that output exceeds 1."""
 
 Inputs = tuple[NDArray[np.int64], ...]
 """Token ids, attention mask and, if the model has them, token types of a batch, each [B, S]."""
@@ -42,11 +42,11 @@ class ExportBatch(StoredModel):
     batch: int
     length: int
     outputs: int
-    """Number of compared outputs, at real tokens only."""
+    """Number of compared outputs. Outputs at padding are excluded."""
     difference: float
-    """Largest difference, relative to the run's largest output if that is above 1."""
+    """Largest difference, relative to the largest output of the run if that output exceeds 1."""
     top1: float | None
-    """Share of the positions or examples with the same largest output; null for hidden states."""
+    """Share of positions or examples whose largest output has the same index; null for hidden states."""
 
 
 class ExportCheck(StoredModel):
@@ -59,24 +59,24 @@ class ExportCheck(StoredModel):
     architecture: str | None
     checkpoint: str
     tolerance: float | None
-    """Limit on `difference`; null if another precision than fp32 is measured, without a verdict."""
+    """Limit on `difference`; null for precisions other than fp32, which have no limit."""
     rows: list[ExportBatch]
     parameters: int | None = None
-    """Number in the loaded model; null if the format does not say."""
+    """Number of parameters of the loaded model; null unless the format is hf."""
     stored_parameters: int | None = None
-    """Number in model.safetensors."""
+    """Number of parameters in model.safetensors; null unless the format is hf."""
     run_parameters: int
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
-    """Parameters of the class missing from the file, and parameters in the file unknown to the class."""
+    """Parameters of the class that the file does not contain, and parameters that only the file contains."""
     again: float
-    """Largest difference after saving and loading it again."""
+    """Largest absolute difference after saving and reloading the exported model."""
     versions: dict[str, str]
-    """Versions of Python and the packages that loaded it."""
+    """Versions of Python and of the packages that loaded the exported model."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        """True if both outputs agree. Without a tolerance, only the parameters are compared."""
+        """Return True if the outputs agree. Without a tolerance, only the parameters are compared."""
         if self.not_loaded or self.parameters != self.stored_parameters:
             return False
         if self.tolerance is None:
@@ -86,14 +86,14 @@ class ExportCheck(StoredModel):
 
 
 def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
-    """Compare a directory with its run. `run`: the run's directory; None = see `open_source`. `python`: the
-    interpreter that loads the directory. Raises ConfigError for an unusable directory or run, or for another
-    run's directory, and RunFailed if the directory's model cannot be run."""
+    """Compare an exported directory with its run. `run`: directory of the run; None = see `open_source`.
+    `python`: interpreter that loads the exported model. Raise ConfigError if the directory or the run is
+    unusable or the weights differ, RunFailed if the exported model cannot be run."""
     exported = read_exported(directory)
     require_loaders(exported, "export check")
     source = open_source(directory, exported, run)
     batches = make_batches(source, exported)
-    outputs, facts = compute_apart(directory, batches, python)
+    outputs, facts = compute_in_subprocess(directory, batches, python)
     tolerance = TOLERANCES[exported.format] if exported.precision == "fp32" else None
     return ExportCheck(
         format=exported.format,
@@ -112,34 +112,34 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
-    """Open the run of a directory: `run`, or one with the exported name in the current folder, in runs, or
-    beside the directory. Raises ConfigError if it is not found or has other weights."""
+    """Open the run that was exported: `run`, or a run with the exported name in the current folder, next to
+    the directory, or in `runs` in either folder. Raise ConfigError if no run has the exported weights."""
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
     for candidate in [place for place in places if place.exists()] if run is None else [run]:
-        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # the run may have continued
+        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # newer checkpoints may exist
         try:
             path = checkpoint.resolve(str(own if own.is_dir() else candidate))
         except ConfigError as error:
             if run is None:
-                continue  # a folder with the same name that is not a run
+                continue  # this folder has the same name, but is not a run
             raise ConfigError([issue.within("--run") for issue in error.issues]) from None
         if files.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
     if run is not None:
         message = f"{run} does not have the weights that were exported at step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
-    message = f"found no run {exported.run} with the weights of DIR here, in runs or beside DIR"
-    raise ConfigError([Issue("--run", "not_found", message, hint="pass the run that has them")])
+    message = f"found no run {exported.run} with the weights of DIR in this folder, in runs or next to DIR"
+    raise ConfigError([Issue("--run", "not_found", message, hint="pass the directory of the run")])
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
-    """Sample ordinary tokens by seed; a batch's first sequence has full length, the others any length."""
+    """Sample batches of ordinary tokens, with one sequence of full length and others of random length."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
-    most = exported.sequence_length
+    longest = exported.sequence_length
     batches = []
-    for length in sorted({min(length, most) for length in (*LENGTHS, most)}):
+    for length in sorted({min(length, longest) for length in (*LENGTHS, longest)}):
         for size in BATCHES:
             lengths_B = rng.integers(1, length + 1, size)
             lengths_B[0] = length
@@ -152,16 +152,17 @@ def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
 
 
 def reference(source: ExportSource, *inputs: NDArray[Any]) -> NDArray[Any]:
-    """Compute a batch with our model, in fp32."""
+    """Return the outputs of the run's model for a batch, in fp32."""
     with torch.inference_mode():
         outputs = source.module()(*map(torch.from_numpy, inputs))
     return outputs[0].numpy()
 
 
-def compute_apart(
+def compute_in_subprocess(
     directory: Path, batches: Sequence[Inputs], python: str = sys.executable
 ) -> tuple[list[NDArray[Any]], dict[str, Any]]:
-    """Compute the batches from the directory in a separate process; return the outputs and its facts."""
+    """Run the exported model on the batches, in a separate process. Return the outputs, and the fields of
+    ExportCheck that the process reports."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         arrays: dict[str, NDArray[Any]] = {}
@@ -184,22 +185,23 @@ def compute_apart(
 
 
 def compare(
-    batch: Inputs, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
+    batch: Inputs, expected: NDArray[Any], actual: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of a batch. Different choices count as the same if our outputs for them differ by
-    at most twice the tolerance. Raises RunFailed for an output that is not finite."""
+    """Compare the outputs of the run and of its export for a batch. Two indices of the largest output are
+    equivalent if the run's outputs at both differ by at most twice the tolerance. Raise RunFailed if an
+    output is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
-        ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # outputs at padding are meaningless
-    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        expected, actual = expected[mask_BS != 0], actual[mask_BS != 0]  # outputs at padding are undefined
+    if not (np.isfinite(expected).all() and np.isfinite(actual).all()):
         raise RunFailed("an output of the run or of its export is not finite", "not_finite")
-    scale = max(1.0, float(np.abs(ours).max()))
-    margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
+    scale = max(1.0, float(np.abs(expected).max()))
+    margin_N = expected.max(-1) - np.take_along_axis(expected, actual.argmax(-1)[:, None], -1)[:, 0]
     is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)
     return ExportBatch(
         batch=mask_BS.shape[0],
         length=mask_BS.shape[1],
-        outputs=ours.size,
-        difference=float(np.abs(ours - theirs).max()) / scale,
+        outputs=expected.size,
+        difference=float(np.abs(expected - actual).max()) / scale,
         top1=None if exported.kind == "encoder" else float(is_same_N.mean()),
     )

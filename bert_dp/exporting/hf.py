@@ -1,9 +1,9 @@
-"""Convert our models to classes of transformers. Does not need transformers.
+"""Convert bert-dp's models to classes of transformers, without importing transformers.
 
-ModernBERT has our parameter names. EuroBERT has no norm after its embedding; as only the table precedes it,
-the norm is applied to every row of the table in advance, and the decoder keeps the original table. RoBERTa
-and RobertaPreLayerNorm count positions from pad_token_id + 1; they and BERT have biases everywhere: zeros if
-we have none. Axes as in bert_dp.model.bert.
+ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so the norm is
+applied to every row of the exported embedding table, and the decoder keeps the original table. RoBERTa and
+RobertaPreLayerNorm count positions from pad_token_id + 1. These two and BERT have a bias in every layer,
+which is zero if bert-dp's model has none. Axes: those of bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError, Kind, native_class, native_issues
 from bert_dp.model.bert import make_norm
-from bert_dp.model.hf import DECODER_BIAS, FRONTS, PROJECTIONS, bert_names
+from bert_dp.model.hf import DECODER_BIAS, PREFIXES, PROJECTIONS, bert_names
 
 Named = Mapping[str, Tensor]
 Renamed = Iterator[tuple[str, Tensor]]
@@ -27,8 +27,8 @@ CLASS_OF: dict[Kind, str] = {
 
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return config.json of the class in transformers. `special`: token ids by role. Raises ConfigError, with
-    the settings, if no class can represent the model."""
+    """Return the contents of config.json for the class in transformers. `special`: special token ids by role.
+    Raise ConfigError, naming the settings, if no class can represent the model."""
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
@@ -56,8 +56,8 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
 
 def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32, by their names in that class, without a tied decoder. Raises
-    ConfigError like settings_of."""
+    """Return the parameters of `model` in fp32 under the names of the class in transformers, without a tied
+    decoder. Raise ConfigError like `settings_of`."""
     *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)
     return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
@@ -70,7 +70,7 @@ def _class_for(config: Config, kind: Kind) -> tuple[str, str, Any, Any]:
 
 
 def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return the settings in the layouts of transformers 5 and 4."""
+    """Return the settings of ModernBERT for transformers 4 and 5."""
     model = config.model
     has_local = model.local_attention > 0
     local_theta = model.local_rope_theta if has_local else model.rope_theta
@@ -112,7 +112,7 @@ def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -
         "head_dim": model.hidden_size // model.num_heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "classifier_pooling": {"cls": "bos", "mean": "mean"}[config.finetune.pooling],
-        "tie_word_embeddings": False,  # the decoder uses the table without the norm
+        "tie_word_embeddings": False,  # the decoder has the table without the norm
     }
 
 
@@ -131,67 +131,67 @@ def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> di
 
 
 def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
-    """Return the number of rows before the first position in the class's table."""
+    """Return the number of rows before the first position in the position table of the class."""
     return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
 
 
-def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
-    """Yield weight and bias of a linear layer or a norm. `biased`: theirs always has a bias, zeros without
-    ours."""
-    weight, bias = state[f"{ours}.weight"], state.get(f"{ours}.bias")
-    yield f"{theirs}.weight", weight
+def _module(state: Named, hf_name: str, own_name: str, *, biased: bool = False) -> Renamed:
+    """Yield the weight and bias of a linear layer or a norm. `biased`: the class always has a bias, which is
+    zero if bert-dp's model has none."""
+    weight, bias = state[f"{own_name}.weight"], state.get(f"{own_name}.bias")
+    yield f"{hf_name}.weight", weight
     if bias is None and biased:
         bias = weight.new_zeros(weight.shape[0])
     if bias is not None:
-        yield f"{theirs}.bias", bias
+        yield f"{hf_name}.bias", bias
 
 
-def _projections(state: Named, attention: str, theirs: Mapping[str, str], *, biased: bool = False) -> Renamed:
-    """Yield query, key and value of our fused projection. The key has no bias."""
+def _projections(state: Named, attention: str, names: Mapping[str, str], *, biased: bool = False) -> Renamed:
+    """Yield the query, key and value of the fused projection. The bias of the key, if any, is zero."""
     weight_3HH = state[f"{attention}.Wqkv.weight"]
     zeros_H = weight_3HH.new_zeros(weight_3HH.shape[1])
     has_bias = f"{attention}.q_bias" in state
     for role, weight_HH in zip("qkv", weight_3HH.chunk(3), strict=True):
-        yield f"{theirs[role]}.weight", weight_HH
+        yield f"{names[role]}.weight", weight_HH
         if has_bias or biased:
-            yield f"{theirs[role]}.bias", state.get(f"{attention}.{role}_bias", zeros_H)
+            yield f"{names[role]}.bias", state.get(f"{attention}.{role}_bias", zeros_H)
 
 
 def _modernbert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
     for name, tensor in state.items():
-        theirs = name.removeprefix("model.") if kind == "encoder" else name
+        hf_name = name.removeprefix("model.") if kind == "encoder" else name
         if name.startswith("head.classifier."):
-            theirs = name.removeprefix("head.")
+            hf_name = name.removeprefix("head.")
         if name.endswith(".q_bias"):
             bias_3H = torch.cat([tensor, torch.zeros_like(tensor), state[name.replace(".q_", ".v_")]])
-            yield theirs.replace(".q_bias", ".Wqkv.bias"), bias_3H
+            yield hf_name.replace(".q_bias", ".Wqkv.bias"), bias_3H
         elif name == "head.decoder_bias" and kind == "mlm":
             yield DECODER_BIAS["ModernBERT"], tensor
         elif not name.endswith(".v_bias") and not (kind == "encoder" and name.startswith("head.")):
-            yield theirs, tensor
+            yield hf_name, tensor
 
 
 def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
     model = config.model
-    front = "" if kind == "encoder" else "model."
+    prefix = "" if kind == "encoder" else "model."
     table_VH = state["model.embeddings.tok_embeddings.weight"]
     norm = make_norm(model).to(table_VH.dtype)
     norm.load_state_dict({"weight": state["model.embeddings.norm.weight"]})
     with torch.no_grad():
-        yield f"{front}embed_tokens.weight", norm(table_VH)
+        yield f"{prefix}embed_tokens.weight", norm(table_VH)
     for i in range(model.num_layers):
-        ours, theirs = f"model.layers.{i}", f"{front}layers.{i}"
-        roles = {role: f"{theirs}.self_attn.{role}_proj" for role in "qkv"}
-        yield from _projections(state, f"{ours}.attn", roles)
-        yield from _module(state, f"{theirs}.self_attn.o_proj", f"{ours}.attn.Wo")
-        for name, tensor in _module(state, "Wi", f"{ours}.mlp.Wi"):
-            gate, up = tensor.chunk(2)  # the activated half comes first
-            yield name.replace("Wi", f"{theirs}.mlp.gate_proj"), gate
-            yield name.replace("Wi", f"{theirs}.mlp.up_proj"), up
-        yield from _module(state, f"{theirs}.mlp.down_proj", f"{ours}.mlp.Wo")
-        yield from _module(state, f"{theirs}.input_layernorm", f"{ours}.attn_norm")
-        yield from _module(state, f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
-    yield from _module(state, f"{front}norm", "model.final_norm")
+        own_name, hf_name = f"model.layers.{i}", f"{prefix}layers.{i}"
+        roles = {role: f"{hf_name}.self_attn.{role}_proj" for role in "qkv"}
+        yield from _projections(state, f"{own_name}.attn", roles)
+        yield from _module(state, f"{hf_name}.self_attn.o_proj", f"{own_name}.attn.Wo")
+        for name, tensor in _module(state, "Wi", f"{own_name}.mlp.Wi"):
+            gate, up = tensor.chunk(2)  # the first half is activated
+            yield name.replace("Wi", f"{hf_name}.mlp.gate_proj"), gate
+            yield name.replace("Wi", f"{hf_name}.mlp.up_proj"), up
+        yield from _module(state, f"{hf_name}.mlp.down_proj", f"{own_name}.mlp.Wo")
+        yield from _module(state, f"{hf_name}.input_layernorm", f"{own_name}.attn_norm")
+        yield from _module(state, f"{hf_name}.post_attention_layernorm", f"{own_name}.mlp_norm")
+    yield from _module(state, f"{prefix}norm", "model.final_norm")
     if kind == "mlm":
         yield "lm_head.weight", table_VH
         if model.bias:  # EuroBERT's mlp_bias also applies to the decoder
@@ -204,7 +204,7 @@ def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], 
 def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
     """Yield the tensors of BERT, RoBERTa or RobertaPreLayerNorm."""
     model, family = config.model, native_class(config.model) or ""
-    front = "" if kind == "encoder" else FRONTS[family]
+    prefix = "" if kind == "encoder" else PREFIXES[family]
     hidden, places = model.hidden_size, "model.embeddings."
     zeros_1H = state[f"{places}tok_embeddings.weight"].new_zeros(1, hidden)
     unused, own_unused = _unused_positions(config, special), model.position_offset
@@ -216,10 +216,10 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
         ),
         f"{places}token_type_embeddings.weight": state.get(f"{places}token_type_embeddings.weight", zeros_1H),
     }
-    for theirs, ours in bert_names(model, family, front, has_head=kind == "mlm"):
-        yield from _module(tables, theirs, ours, biased=not ours.endswith("_embeddings"))
+    for hf_name, own_name in bert_names(model, family, prefix, has_head=kind == "mlm"):
+        yield from _module(tables, hf_name, own_name, biased=not own_name.endswith("_embeddings"))
     for i in range(model.num_layers):
-        attention = f"{front}encoder.layer.{i}.attention.self"
+        attention = f"{prefix}encoder.layer.{i}.attention.self"
         roles = {role: f"{attention}.{word}" for role, word in PROJECTIONS.items()}
         yield from _projections(state, f"model.layers.{i}.attn", roles, biased=True)
     if kind == "mlm":
@@ -231,7 +231,7 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
             dense, last = "bert.pooler.dense", "classifier"
         yield from _module(state, dense, "head.dense")
         yield from _module(state, last, "head.classifier")
-    else:  # an untrained pooler: zeros, where a loader would initialise at random
+    else:  # zeros for the untrained pooler, because transformers would initialise it at random
         yield "pooler.dense.weight", zeros_1H.new_zeros(hidden, hidden)
         yield "pooler.dense.bias", zeros_1H.new_zeros(hidden)
 

@@ -1,8 +1,8 @@
-"""Load and run an exported directory with the libraries it is made for, without our code.
+"""Load and run an exported model with the libraries of its format, without importing bert-dp.
 
-`python -I load_exported.py DIR IN OUT`: IN has the batches ids-0, mask-0 and, if the model has token types,
-types-0, ids-1 ... (safetensors); OUT gets output-0 ...; stdout gets a JSON line of facts. `bert-dp predict`
-uses `open_directory`. Axes: B sequences, S positions.
+`python -I load_exported.py DIR IN OUT` reads the batches ids-0, mask-0, types-0 (if the model has token
+types), ids-1 ... from the safetensors file IN, writes output-0 ... to OUT and prints a JSON line with fields
+of ExportCheck. `bert-dp predict` calls `open_directory`. Axes: B sequences, S positions.
 """
 
 import json
@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[..., Array]
-"""Map input_ids, attention_mask and perhaps token_type_ids, [B, S] int64, to logits or hidden states."""
+"""Function from int64 input_ids, attention_mask and (if used) token_type_ids, [B, S], to the first output."""
 INPUTS, ARRAYS = ("input_ids", "attention_mask", "token_type_ids"), ("ids", "mask", "types")
 
 OUTPUTS = {
@@ -36,51 +36,51 @@ AUTO = {
     "classifier": "AutoModelForSequenceClassification",
     "encoder": "AutoModel",
 }
-UNUSABLE = 2  # exit code for a directory that cannot be loaded
+UNUSABLE = 2  # exit code if a directory cannot be loaded
 
 
 class Unusable(RuntimeError):
-    """Raised for a directory that cannot be loaded; the message is one line."""
+    """Error for a directory that cannot be loaded, with a message of one line."""
 
 
 def open_directory(directory: Path, form: str, kind: str) -> Compute:
-    """Return a function that computes the first output of `kind`; an exported masked language model also
-    opens as an encoder. Raises Unusable."""
+    """Return a function that computes the first output of `kind`. A masked language model can also be opened
+    as an encoder. Raise Unusable if the directory cannot be loaded."""
     try:
         return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
     except Unusable:
         raise
-    except Exception as error:  # each library raises other errors for a damaged file
+    except Exception as error:  # every library raises different errors for a damaged file
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Unusable(f"DIR: {directory} cannot be loaded ({reason}); export the run again") from None
 
 
 def open_hf(directory: Path, kind: str) -> Compute:
-    """Open with transformers' own classes. Raises Unusable for an absent or misshapen parameter."""
+    """Load the model with transformers. Raise Unusable if a parameter is missing or has the wrong shape."""
     model, missing, _ = load_hf(directory, kind)
-    if absent := [name for name in missing if "pooler." not in name]:  # none of our outputs needs the pooler
+    if absent := [name for name in missing if "pooler." not in name]:  # no output needs the pooler
         raise Unusable(
-            f"DIR: {directory}: model.safetensors has no {', '.join(absent[:3])} as config.json specifies; "
-            "export the run again"
+            f"DIR: {directory}: model.safetensors has no {', '.join(absent[:3])} of the shape that "
+            "config.json specifies; export the run again"
         )
     return compute_hf(model, kind)
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """Return the model, the names of parameters that the file lacks or stores in another shape, and the names
-    of those unknown to the model."""
-    for name in ("torchao", "torch.utils._pytree"):  # imported by transformers if installed
-        logging.getLogger(name).setLevel(logging.ERROR)  # they log each CUDA library that does not load
+    """Return the model, the names of its parameters that the file does not contain in the right shape, and
+    the names of parameters that only the file contains."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if installed
+        logging.getLogger(name).setLevel(logging.ERROR)  # these log every CUDA library that cannot be loaded
     import transformers
 
-    transformers.logging.set_verbosity_error()  # we report what was not loaded
+    transformers.logging.set_verbosity_error()  # the caller reports what was not loaded
     transformers.logging.disable_progress_bar()
     auto = getattr(transformers, AUTO[kind])
     model, loaded = auto.from_pretrained(
         directory,
         local_files_only=True,
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # we report them
+        ignore_mismatched_sizes=True,  # the caller reports wrong shapes
         output_loading_info=True,
     )
     missing = {*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])}
@@ -88,7 +88,7 @@ def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
-    """Return a function that computes with a transformers model."""
+    """Return a function that computes the first output of `kind` with a transformers model."""
     import torch
 
     def compute(*arrays: Array) -> Array:
@@ -100,7 +100,7 @@ def compute_hf(model: Any, kind: str) -> Compute:
 
 
 def open_onnx(directory: Path, kind: str) -> Compute:
-    """Open with ONNX Runtime on the CPU, computing only what the output needs."""
+    """Load the model with ONNX Runtime on the CPU. Nodes that the output does not need are skipped."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -119,7 +119,7 @@ def open_onnx(directory: Path, kind: str) -> Compute:
 
 
 def open_aoti(directory: Path, kind: str) -> Compute:
-    """Open with AOTInductor's runtime, in torch."""
+    """Load the model with the AOTInductor runtime of torch."""
     import torch
 
     package = torch._inductor.aoti_load_package(str(directory / "model.pt2"))
@@ -134,8 +134,9 @@ def open_aoti(directory: Path, kind: str) -> Compute:
     return compute
 
 
-def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """Load, save and reload the directory; return its function and facts of the first loading."""
+def reload(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
+    """Load, save and reload the model. Return the function of the reloaded model, and the fields of
+    ExportCheck that describe the first load."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
@@ -154,10 +155,10 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
 
 
 def main(directory: Path, inputs: Path, out: Path) -> int:
-    """Compute the batches in IN; return the exit code, UNUSABLE if the directory cannot be loaded."""
+    """Run the model on the batches in `inputs`. Return the exit code: UNUSABLE if loading fails, else 0."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # blocks these imports
-    # torch logs that it cannot import the handlers that our package registers
+    # torch logs that it cannot import the handlers that bert-dp registers
     logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]
@@ -171,9 +172,9 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
         return UNUSABLE
     outputs = [compute(*batch) for batch in batches]
     with tempfile.TemporaryDirectory() as scratch:
-        saved, facts = again(directory, form, kind, Path(scratch))
+        reloaded, facts = reload(directory, form, kind, Path(scratch))
         facts["again"] = max(
-            float(np.abs(saved(*batch) - output).max())
+            float(np.abs(reloaded(*batch) - output).max())
             for batch, output in zip(batches, outputs, strict=True)
         )
     save_file({f"output-{i}": np.ascontiguousarray(output) for i, output in enumerate(outputs)}, out)

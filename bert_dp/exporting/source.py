@@ -1,7 +1,7 @@
-"""Write the directories of `bert-dp export`; each appears only once it is complete.
+"""Write the directories of `bert-dp export`. A directory appears only when it is complete.
 
-The model is a function of token ids and a padding mask, for any batch size and any length up to the run's:
-weights for a class of transformers, or a graph without our code, as ONNX or an AOTInductor package.
+An exported model maps token ids and a padding mask to outputs, for any batch size and any length up to the
+run's sequence length. It consists of weights for transformers, or of a graph for ONNX Runtime or AOTInductor.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ MAX_BATCH = 2**16
 
 
 class ExportModule(nn.Module):
-    """Compute the OUTPUTS of a kind from inputs [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
-    hidden states [B, S, H]."""
+    """Module that computes the OUTPUTS of a kind from int64 inputs [B, S]: logits of tokens [B, S, V] or
+    of labels [B, L], and hidden states [B, S, H]."""
 
     def __init__(self, model: RunModel, kind: Kind):
         super().__init__()
@@ -65,43 +65,41 @@ class ExportModule(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ExportSource(LoadedCheckpoint):
-    """Checkpoint to export, with its model in fp32."""
+    """Checkpoint to export, with the model in fp32."""
 
     kind: Kind
-    """Kind of the exported model."""
     tokenizer_file: Path
     special: dict[str, int]
-    """Token ids by role."""
+    """Ids of the special tokens by role."""
 
     @property
     def run_name(self) -> str:
-        """Name of the run's directory, or of the checkpoint's if it is outside a run."""
+        """Return the name of the run's directory, or of the checkpoint's directory if it is outside a run."""
         folder = self.path.parent
         return folder.parent.name if folder.name == "checkpoints" else self.path.name
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the model's inputs."""
         return (*INPUTS, TYPES) if self.config.model.takes_types else INPUTS
 
     def module(self) -> ExportModule:
-        """Build the module to trace, compile and compare."""
+        """Build the module that is traced, compiled and compared."""
         return ExportModule(self.model, self.kind).eval()
 
     def example(self) -> tuple[Tensor, ...]:
-        """Return inputs for tracing; no size is 1, as tracing would make that constant."""
+        """Return inputs for tracing. No size is 1, because tracing would make a size of 1 constant."""
         ids_BS = torch.full((2, min(7, self.config.data.sequence_length - 1)), self.special["mask"])
         return (ids_BS, torch.ones_like(ids_BS), torch.zeros_like(ids_BS))[: len(self.inputs)]
 
 
 def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
-    """Load the newest valid checkpoint of a run, or one checkpoint. `encoder`: without its head. Raises
-    ConfigError."""
+    """Load one checkpoint, or the newest valid checkpoint of a run. `encoder`: without the head. Raise
+    ConfigError if the checkpoint is unusable or has no encoder."""
     loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
     if encoder and not hasattr(loaded.model, "model"):
         message = f"{run} is a BiLSTM, which has no hidden states to export"
-        raise ConfigError([Issue("--encoder", "unsupported", message, hint="leave it out")])
+        raise ConfigError([Issue("--encoder", "unsupported", message, hint="omit --encoder")])
     loaded.model.float()
     file = files.tokenizer_of(loaded.path)
     special = tokens.special_ids(loaded.tokenizer, str(file))
@@ -111,21 +109,21 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 def export(
     source: ExportSource, form: ExportFormat, out: Path, *, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write a run to the new directory `out`. `command`: for the model card. Raises ConfigError if `out` is
-    not empty, the format cannot represent the model, or a package is missing."""
+    """Export a model to the new directory `out`. `command`: command line for the model card. Raise
+    ConfigError if `out` is not empty, the format cannot represent the model, or a package is missing."""
     if form == "aoti" and source.config.model.lstm_size:
         message = "torch.export would make the input length of a BiLSTM constant"
         hint = "use `bert-dp export onnx`"
         raise ConfigError([Issue("model.lstm_size", "unsupported", message, hint=hint)])
-    # before writing: a signal during such an import may kill this process before it can clean up
+    # import before writing, because a signal during an import may end this process without cleanup
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         require(package, "export", "export onnx")
     if form == "aoti" and shutil.which("g++") is None:
         message = "needs g++ for compiling, but it is not installed"
-        raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
+        raise ConfigError([Issue("export aoti", "needs_package", message, hint="install g++ or export onnx")])
     with locked(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            message, hint = f"{out} is not an empty directory", "choose a new one"
+            message, hint = f"{out} is not an empty directory", "choose a new directory"
             raise ConfigError([Issue("--out", "exists", message, str(out), hint=hint)])
         with replaced(out) as folder:
             if form == "hf":
@@ -138,7 +136,7 @@ def export(
 
 
 def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
-    """Return export.json for a directory made from `source`, without its files' hashes."""
+    """Return the contents of export.json for `source`, without the hashes of the files."""
     return Exported(
         format=form,
         kind=source.kind,
@@ -160,7 +158,7 @@ def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecisio
 def write_about(
     folder: Path, source: ExportSource, form: ExportFormat, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write the files that accompany every format's model: tokenizer, export.json, README.md."""
+    """Write the files that all formats have: the tokenizer, export.json and README.md."""
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
@@ -169,7 +167,7 @@ def write_about(
     hashes = {name: sha256(folder / name) for name in loaded_files(form)}
     exported = describe(source, form, precision).model_copy(update={"files": hashes})
     roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
-    settings = {  # as read by PreTrainedTokenizerFast
+    settings = {  # read by PreTrainedTokenizerFast
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": exported.sequence_length,
         "model_input_names": list(exported.inputs),
@@ -183,15 +181,15 @@ def write_about(
 
 
 def write_hf(source: ExportSource, folder: Path) -> None:
-    """Write the files that transformers' Auto classes load without our code. Raises ConfigError if none
-    fits."""
+    """Write config.json and model.safetensors for an Auto class of transformers. Raise ConfigError if no
+    class can represent the model."""
     layout = (source.config, source.special, source.kind)
     files.write_json(folder / "config.json", settings_of(*layout))
     save_file(tensors_of(source.model, *layout), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
-    """Return the graph; its outputs are fp32 even if it computes in bf16."""
+    """Trace the model. The outputs are fp32, even if the graph computes in bf16."""
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=source.config.data.sequence_length)}
     model: nn.Module = source.module()
     if bf16:
@@ -203,7 +201,7 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress the exporters' warnings: absent packages and CUDA libraries, deprecations, other formats."""
+    """Suppress exporter warnings about missing packages, CUDA libraries, deprecations and other formats."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -216,18 +214,18 @@ def silenced() -> Iterator[None]:
 
 @silenced()
 def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
-    """Write FOLDER/model.onnx. `int8`: 8-bit weights, with activation scales chosen at run time (ONNX
-    Runtime's dynamic quantisation)."""
+    """Write FOLDER/model.onnx. `int8`: quantise the weights to 8 bits, and the activations at run time
+    (dynamic quantisation of ONNX Runtime)."""
     path = folder / "model.onnx"
     names: dict[str, Any] = {"input_names": [*source.inputs], "output_names": [*OUTPUTS[source.kind]]}
-    if source.config.model.lstm_size:  # the exporter based on torch.export would make the length constant
+    if source.config.model.lstm_size:  # the exporter that uses torch.export would make the length constant
         sizes = {name: {0: "batch", 1: "length"} for name in source.inputs}
         torch.onnx.export(source.module(), source.example(), path, dynamo=False, dynamic_axes=sizes, **names)
     else:
         program = torch.onnx.export(trace(source), dynamo=True, verbose=False, **names)
         assert program is not None
         for node in itertools.chain(program.model.graph, *program.model.functions.values()):
-            node.metadata_props.clear()  # stack traces with this machine's paths
+            node.metadata_props.clear()  # contains stack traces with paths of this machine
         program.save(path, external_data=False)
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -239,14 +237,14 @@ def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
 
 @silenced()
 def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> None:
-    """Write FOLDER/model.pt2, compiled for processors like this one and any number of threads."""
+    """Write FOLDER/model.pt2, compiled for this machine's kind of CPU and for any number of threads."""
     program = trace(source, bf16=bf16)
     settings = {
         "cpp.dynamic_threads": True,
-        # constant weights, laid out for oneDNN; else fp32 products use MKL, which is faster on Intel CPUs
+        # constant weights in the layout of oneDNN; otherwise fp32 uses MKL, which is faster on Intel CPUs
         "freezing": bf16 or cpu_field("vendor_id") == "AuthenticAMD",
     }
-    with torch.no_grad():  # otherwise nothing is frozen
+    with torch.no_grad():  # freezing requires disabled gradients
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(folder / "model.pt2"), inductor_configs=settings
         )
@@ -265,15 +263,15 @@ USAGE = {
     '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
     "    model({names})  # int64 [batch, length]\n",
 }
-NEEDS = {"EuroBERT": "It needs transformers 5 or newer.\n", "aoti": "It runs on CPUs of the same kind.\n"}
+NEEDS = {"EuroBERT": "Requires transformers 5 or newer.\n", "aoti": "Runs only on the same kind of CPU.\n"}
 PRETRAINED = (
-    "It was pretrained on running text whose documents end with the separator, without a classification "
-    "token at the front: encode with `tokenizer(text, add_special_tokens=False)`.\n"
+    "The model was pretrained on documents that end with the separator and have no classification token. "
+    "Encode texts with `tokenizer(text, add_special_tokens=False)`.\n"
 )
 
 
 def card(exported: Exported, source: ExportSource, command: str) -> str:
-    """Return the model card as Markdown. `command`: that of `bert-dp export`."""
+    """Return the model card as Markdown. `command`: command line of `bert-dp export`."""
     parts = [
         f"---\nlibrary_name: {LIBRARIES[exported.format]}\npipeline_tag: {TAGS[exported.kind]}\n"
         "tags: [bert, bert-dp]\n---\n",
@@ -288,14 +286,14 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
         ),
         PRETRAINED if source.config.objective.name == "mlm" else "",
         NEEDS.get(exported.architecture or exported.format, ""),
-        "| trained | |\n|---|---|",
+        "| training | |\n|---|---|",
         *(f"| {name} | {text} |" for name, text in training_facts(source)),
     ]
     return "\n".join([*filter(None, parts), ""])
 
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield facts about the training, and about the evaluation at this step, from the run's directory."""
+    """Yield names and values that describe the training and the evaluation at the exported step."""
     run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):

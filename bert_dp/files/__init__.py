@@ -1,4 +1,4 @@
-"""Files shared by launcher and ranks: results, JSON lines, heartbeats, locks. Torch-free."""
+"""Read and write the files that launcher and ranks share: results, heartbeats and locks. Torch-free."""
 
 from bert_dp.files.heartbeat_layout import (
     BEAT_BYTES,

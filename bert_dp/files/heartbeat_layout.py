@@ -1,4 +1,4 @@
-"""Define the heartbeat file of a rank: 64-bit integers, read by the launcher. Torch-free."""
+"""Define the heartbeat file, which a rank writes and the launcher reads. Torch-free."""
 
 import dataclasses
 import struct
@@ -11,21 +11,21 @@ IN_STEP = ("data", "step")
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """Contents of RUN/heartbeats/rank-N: a 64-bit integer per field in native byte order, read whole."""
+    """Contents of RUN/heartbeats/rank-N: one 64-bit integer in native byte order per field."""
 
     pid: int = 0
     step: int = 0
     phase: int = 0
     """Index into PHASES."""
     done: int = 0
-    """Units of work done: micro batches in this step, or evaluation batches in this phase. On a GPU, units
-    that were queued but may not be computed yet also count."""
+    """Completed units of work: micro batches in this step, or evaluation batches in this phase. On a GPU,
+    queued units count even if they are not computed yet."""
     progress: int = 0
-    """Incremented with every phase and every unit of work."""
+    """Counter of phases and units of work."""
     progress_ns: int = 0
-    """CLOCK_MONOTONIC when `progress` was last incremented."""
+    """CLOCK_MONOTONIC at the last increment of `progress`."""
     alive: int = 0
-    """Incremented about once a second while the process is scheduled and releases its interpreter lock."""
+    """Counter that grows about once per second while the process runs and releases the interpreter lock."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -33,18 +33,23 @@ class Heartbeat:
         in_step = PHASES[self.phase] in IN_STEP
         return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 
+    @property
+    def steps_done(self) -> int:
+        """Return the number of completed optimizer steps."""
+        return self.step - (PHASES[self.phase] in IN_STEP)
+
 
 BEAT_SLOTS = {field.name: i for i, field in enumerate(dataclasses.fields(Heartbeat))}
 BEAT_BYTES = 8 * len(BEAT_SLOTS)
 
 
 def heartbeat_path(run_dir: Path, rank: int, folder: str | Path | None = None) -> Path:
-    """Return the heartbeat file of a rank. `folder`: directory of the heartbeats in a multi-node run."""
+    """Return the path of a rank's heartbeat file. `folder`: heartbeat directory of a multi-node run."""
     return Path(folder or run_dir / "heartbeats") / f"rank-{rank}"
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a rank's heartbeat; None if the rank has not started."""
+    """Read a rank's heartbeat; return None if the file is missing or incomplete."""
     try:
         return Heartbeat(*struct.unpack(f"@{len(BEAT_SLOTS)}q", path.read_bytes()))
     except (OSError, struct.error):

@@ -1,5 +1,5 @@
-"""Lock files, remove secrets and control characters from text, define the environment variables that the
-launcher sets for workers, and handle signals, the cache and umask. Torch-free."""
+"""Acquire file locks, remove secrets and control characters from text, define the environment variables that
+the launcher sets for workers, and handle signals, the cache and the umask. Torch-free."""
 
 import contextlib
 import fcntl
@@ -21,8 +21,8 @@ def lock(path: Path, *, wait: Literal[True]) -> IO[str]: ...
 @overload
 def lock(path: Path, *, wait: bool = ...) -> IO[str] | None: ...
 def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
-    """Lock the file at `path` until the returned file is closed. If another process holds the lock, return
-    None, or `wait` until it is released. Raises OSError if the file cannot be written."""
+    """Lock the file at `path` until the returned file is closed. If another process has the lock, return None
+    or, with `wait`, wait for the lock. Raises OSError if the file cannot be written."""
     while True:
         file = path.open("a")
         try:
@@ -33,17 +33,17 @@ def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # the previous holder has removed this file; another file may be the lock by now
+        file.close()  # the previous owner removed this file; another process may have locked a new one
 
 
-STALE_S = 45.0  # time for a change by another node to appear: a shared directory may be cached for 30 s
+STALE_S = 45.0  # seconds for a file from another node to appear; file systems may cache a directory for 30 s
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
-    """Wait up to STALE_S for another node's file; return whether it appears. An OSError counts as absent."""
+    """Wait up to STALE_S for another node's file. Return True if `is_current(path)` becomes true in time."""
     end = time.monotonic() + STALE_S
     while True:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # after an error, look again
             if is_current(path):
                 return True
         if time.monotonic() >= end:
@@ -57,32 +57,32 @@ SECRET_NAME = re.compile(
     r"(?i).*(token|secret|passw(or)?d|passphrase|credentials?|api_?key)|.*[_.-](key|pwd|pass|auth|pat|dsn)"
     r"|authorization|.*webhook(_url)?"
 )
-# https://user:password@host, also if a path has lost a slash, and https://TOKEN@host
+# password in https://user:password@host (even if a slash is missing), or token in https://TOKEN@host
 URL_PASSWORD = re.compile(
     r"(?<=[:/]/)[^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256}(?=@)|(?<=://)[^\s/?#\"'<>:@]{16,256}(?=@)"
 )
-# not allowed in a terminal, XML or UTF-8: terminal escape sequences, characters that start one, and
+# text that is unsafe in a terminal or invalid in XML or UTF-8: escape sequences, control characters, and
 # characters that reverse the text direction
 ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]{,1000}(?:\x07|\x1b\\)")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def is_secret(name: str) -> bool:
-    """Return True if the value of a variable or option with this name must not be written to a file."""
+    """Return True if a variable or option with this name contains a secret, which must not be written."""
     return SECRET_NAME.fullmatch(name) is not None
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:
     """Return the values of variables with secret-like names, except short values and plain words."""
     values = [value.strip() for name, value in environ.items() if is_secret(name)]
-    # short values and plain words also occur in ordinary text, which hiding them would garble
+    # short values and plain words also occur in ordinary text, which redaction would garble
     return [value for value in values if len(value) >= 6 and not WORD.fullmatch(value)]
 
 
 def secret_in(text: str, environ: Mapping[str, str]) -> str | None:
-    """Find a secret value in a text; return the name of its variable, or None."""
-    held = (name for name, v in environ.items() if any(s in text for s in secret_values({name: v})))
-    return next(held, None)
+    """Return the name of a variable whose secret value occurs in `text`, or None."""
+    found = (name for name, v in environ.items() if any(s in text for s in secret_values({name: v})))
+    return next(found, None)
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:
@@ -93,27 +93,27 @@ def hide(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def safe(text: str) -> str:
-    """Remove terminal sequences and replace control characters, so that the text cannot move the cursor."""
+    """Remove escape sequences and replace control characters, so that a terminal only shows the text."""
     return CONTROL.sub("\ufffd", ESCAPE.sub("", text))
 
 
 def printable(text: str) -> str:
-    """Make text safe for a terminal, and hide secrets from this process's environment."""
+    """Make text safe for a terminal, and hide the secrets in this process's environment."""
     return safe(hide(text, secret_values(os.environ)))
 
 
 def without_folders(word: str) -> str:
-    """Shorten absolute paths in a word of a command to their file names."""
+    """Shorten the absolute paths in an argument of a command to their file names."""
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
-# environment variables set by the launcher for its workers; a worker started by a user needs none
+# environment variables that the launcher sets for its workers; workers that a user starts need none
 INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, env:// (MASTER_ADDR, MASTER_PORT)
-HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: in the run
+HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: RUN/heartbeats
 LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
-STARTED_AGAIN = "-- started again --"  # line in rank-N.log
+STARTED_AGAIN = "-- started again --"  # line in rank-N.log before the output of a restart
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
-LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
+LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start_ticks of the launcher
 
 RUN_LOCK = ".launcher.lock"  # locked by the launcher, or by rank 0 if there is no launcher
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -126,14 +126,14 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start in clock ticks since boot; with the pid, it is unique. Raises OSError."""
+    """Return a process's start time in clock ticks, which differs if a pid is reused. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def is_own_code(filename: str) -> bool:
-    """Return True if a file is bert-dp's or the user's, not from Python, torch or another package."""
+    """Return True if a source file is part of bert-dp or of the user's code, not of an installed package."""
     if filename.startswith(str(Path(__file__).parents[1]) + os.sep):
-        return True  # also if bert_dp is installed in site-packages
+        return True  # even if bert_dp is installed in site-packages
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     within = any(filename.startswith(library + os.sep) for library in libraries)
     foreign = within or "site-packages" in filename or "dist-packages" in filename
@@ -146,15 +146,15 @@ def cache_root() -> Path:
 
 
 def cache_issues() -> list[Issue]:
-    """Check that no other user can change the cache; a cache that does not exist yet passes."""
+    """Check that no other user can change the cache. A missing cache passes."""
     root = cache_root()
     if not root.exists():
         return []
     status = root.stat()
     if status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH:
         return []
-    message = f"{root} has owner {status.st_uid} and mode {status.st_mode:o}: others can change its files"
-    hint = "set it to a directory that only you can write to"
+    message = f"other users can change {root} (owner {status.st_uid}, mode {status.st_mode:o})"
+    hint = "set BERT_DP_CACHE to a directory that only you can write to"
     return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
 
 

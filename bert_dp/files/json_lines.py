@@ -1,4 +1,4 @@
-"""Read and write JSON files and JSON lines atomically, and truncate JSON lines. Torch-free."""
+"""Read and write JSON files and JSON lines, atomically. Torch-free."""
 
 import contextlib
 import errno
@@ -12,12 +12,12 @@ from typing import Any
 
 from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
-READ_BYTES = 2**20  # maximum per read of a followed file
+READ_BYTES = 2**20  # maximum that Tail reads at once
 MAX_WHOLE = 2**64  # every count, size and time in ns is smaller
 
 
 def append_line(path: Path, facts: Mapping[str, Any]) -> None:
-    """Append a JSON line completely or not at all; a non-finite number becomes null. Raises OSError."""
+    """Append a complete JSON line or nothing; non-finite numbers become null. Raises OSError."""
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -25,13 +25,13 @@ def append_line(path: Path, facts: Mapping[str, Any]) -> None:
             if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
-            file.truncate(size)  # lines after a truncated line would not be read
+            file.truncate(size)  # because readers stop at a truncated line
             raise
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSONL file, objects with a `step`, up to the first damaged or truncated line; none
-    if there is no such regular file. Raises OSError if it cannot be read."""
+    """Yield the records of a JSONL file, which have a `step`, up to the first damaged or truncated line.
+    Yield nothing if `path` is not a regular file. Raises OSError if the file cannot be read."""
     if not path.is_file():
         return
     with path.open("rb") as file, contextlib.suppress(ValueError):
@@ -43,8 +43,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """Follow a file: read lines added since the last call, up to READ_BYTES; longer lines arrive in pieces.
-    A replaced file is read from its start. `skip_present`: skip existing content."""
+    """Reader of the lines that are appended to a file. It returns lines over READ_BYTES in pieces, and reads
+    a replaced file from the start. `skip_present`: skip the existing content."""
 
     def __init__(self, path: Path, *, skip_present: bool = False):
         self._path = path
@@ -54,7 +54,7 @@ class Tail:
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """Return the new lines, and True if the file was replaced; ([], False) if it cannot be read now."""
+        """Return the new lines, and True if the file was replaced; ([], False) if the file is unreadable."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -71,18 +71,18 @@ class Tail:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop truncated lines and lines after `step`, atomically, in constant memory."""
+    """Remove truncated lines and lines after `step`, atomically and in constant memory."""
     if path.exists():
         write_text(path, (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically: readers see either the old or the complete new file."""
+    """Write JSON atomically: readers see either the complete old file or the complete new file."""
     write_text(path, json.dumps(finite(data), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write text, whole or in parts, atomically through a temporary file in the same directory."""
+    """Write a text, or its parts in order, atomically through a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -98,7 +98,7 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None if it is absent, not an object or refused by `parse_json`."""
+    """Return the JSON object in the file `path`, or None if the file is missing or contains anything else."""
     try:
         data = parse_json(read_regular(path, MAX_JSON_BYTES))
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for anything else, for integers of MAX_WHOLE or more, and for
+    """Parse JSON in UTF-8. Raises ValueError for invalid JSON, for integers of MAX_WHOLE or more, and for
     more than 32 levels of nesting."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
@@ -123,12 +123,12 @@ def parse_json(text: bytes | str) -> Any:
 
 def _whole_number(text: str) -> int:
     if len(text) > len(str(-MAX_WHOLE)) or abs(number := int(text)) >= MAX_WHOLE:
-        raise ValueError(f"an integer of {len(text)} digits")
+        raise ValueError(f"an integer has {len(text)} digits")
     return number
 
 
 def finite(value: Any) -> Any:
-    """Replace each non-finite number in JSON values with null."""
+    """Return JSON values in which null replaces every non-finite number."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Record the seconds, dollars and energy that a run spends over all its starts, in ledger.json. Torch-free.
+"""Record the seconds, dollars and energy that all starts of a run have spent, in ledger.json. Torch-free.
 
 The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that killed starts also count.
-Rank 0 reads sums and rates from it and extrapolates them to the present.
+Rank 0 reads sums and rates from the file and extrapolates the sums to the present.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from bert_dp.files.json_lines import MAX_JSON_BYTES, write_json
 
 LEDGER = "ledger.json"
 RAPL = Path("/sys/class/powercap")
-EVERY_S = 5.0  # between two writes, and between two reads
-EXIT_S = 2.0  # minimum time to close a run: from its last evaluation to the launcher's exit
+EVERY_S = 5.0  # seconds between writes, and between reads
+EXIT_S = 2.0  # minimum seconds from the last evaluation of a run to the exit of the launcher
 
 
 class EnergyCounter(NamedTuple):
@@ -30,23 +30,23 @@ class EnergyCounter(NamedTuple):
     origin: Literal["rapl", "nvml"]
     read_j: Callable[[], float]
     range_j: float = 0.0
-    """Reading at which the counter wraps; 0: it restarts at zero when the driver is loaded."""
+    """Reading at which the counter wraps to zero; 0 = the counter restarts only when the driver is loaded."""
 
     def between(self, before_j: float, now_j: float) -> float:
-        """Return the joules consumed between two readings."""
+        """Return the joules that were consumed between two readings."""
         if now_j >= before_j:
             return now_j - before_j
         return now_j + (self.range_j - before_j if self.range_j else 0.0)
 
 
 def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
-    """Return the counters of GPUs (NVML indices), or without GPUs of every CPU package under `root`. The list
-    is empty if any is missing or unreadable; most machines restrict the CPU counters to root."""
+    """Return the energy counters of `gpus` (NVML indices) or, without GPUs, of all CPU packages in `root`.
+    Return [] if a counter is missing or unreadable; on most machines, only root can read CPU counters."""
     try:
         counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
         for counter in counters:
             counter.read_j()
-    except Exception:  # the classes of NVML errors exist only with NVML
+    except Exception:  # because NVML's exception classes exist only if NVML is installed
         return []
     return counters
 
@@ -65,7 +65,7 @@ def _rapl_counters(root: Path) -> list[EnergyCounter]:
     def read_j(file: Path) -> float:
         return int(file.read_text()) / 1e6
 
-    # by name: some packages are listed twice, as intel-rapl-mmio:0 and intel-rapl:0
+    # keys are names, because some packages are listed twice, as intel-rapl-mmio:0 and intel-rapl:0
     zones = {file.read_text(): file.parent for file in sorted(root.glob("*/name"))}
     return [
         EnergyCounter("rapl", partial(read_j, zone / "energy_uj"), read_j(zone / "max_energy_range_uj"))
@@ -75,23 +75,23 @@ def _rapl_counters(root: Path) -> list[EnergyCounter]:
 
 
 class Spent(StoredModel):
-    """Totals for one start of a run, or for all of them; null: unknown."""
+    """Totals of one start or of all starts of a run; null = unknown."""
 
     seconds: float = 0.0
-    """From the launcher's start to its exit."""
+    """Time from the launcher's start to its exit."""
     device_hours: float = 0.0
     dollars: float | None = None
-    """At run.price_per_device_hour."""
+    """Device-hours times run.price_per_device_hour."""
     kwh: float | None = None
-    """Multiplied by run.pue."""
+    """Energy of the devices times run.pue."""
     co2_kg: float | None = None
-    """At run.grams_co2_per_kwh."""
+    """kWh times run.grams_co2_per_kwh."""
     energy_origin: str | None = None
-    """nvml (GPUs), rapl (whole CPU packages) or stated (run.watts_per_device)."""
+    """Source of the kWh: nvml (GPUs), rapl (whole CPU packages) or stated (run.watts_per_device)."""
 
 
 class Start(Spent):
-    """Ledger entry for a start, or for part of it, with a constant number of devices."""
+    """Ledger entry of a start, or of the part of a start with a constant number of devices."""
 
     began: str
     devices: int
@@ -104,7 +104,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Mean over the newest entry."""
+    """Mean rate of the newest entry."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 
@@ -119,33 +119,33 @@ class LedgerFile(StoredModel):
 
 
 def read_ledger(run_dir: Path) -> LedgerFile:
-    """Read ledger.json; empty if there is none. Raises ConfigError if it is damaged."""
+    """Read ledger.json, or return an empty ledger if there is none. Raises ConfigError if it is damaged."""
     path = run_dir / LEDGER
     if not path.exists():
         return LedgerFile()
-    with refusing(str(path), hint="restore it; if you delete it, the run forgets what it has spent"):
+    with refusing(str(path), hint="restore the file; without it, the spending of earlier starts is lost"):
         return LedgerFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
 
 
 def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounter]) -> list[Issue]:
-    """Check that a budget in dollars or kWh can be measured."""
+    """Check that spending from a budget in dollars or kWh can be measured."""
     unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
     setting = f"schedule.{unit}"
     if unit == "dollars" and price is None:
         message, hint = "is needed for a budget in dollars", "set it to the dollars per device-hour"
         return [Issue("run.price_per_device_hour", "missing", message, None, setting, hint)]
     if unit == "kwh" and watts is None and not counters:
-        message = "is needed for a budget in kWh, as no energy counter can be read"
+        message = "is needed for a budget in kWh, because no energy counter can be read"
         hint = "set it to the mean power of a device"
         return [Issue("run.watts_per_device", "missing", message, None, setting, hint)]
     if unit in ("dollars", "kwh") and getattr(read_ledger(run_dir).total(), unit) is None:
-        message, hint = f"an earlier start of this run did not count its {unit}", "use another budget"
+        message, hint = f"an earlier start of this run did not record {unit}", "use another budget"
         return [Issue(setting, "conflict", message, None, str(run_dir / LEDGER), hint)]
     return []
 
 
 class Ledger:
-    """Write ledger.json during one start of a run. Raises ConfigError if the existing file is damaged."""
+    """Writer of ledger.json during one start of a run. Raises ConfigError if the existing file is damaged."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Ledger:
         self.update()
 
     def use(self, devices: int) -> None:
-        """Begin a new entry if a restart has a different number of devices."""
+        """Begin a new entry if `devices` has changed in a restart."""
         with self._lock:
             if devices != self._devices:
                 now = self._now()
@@ -183,7 +183,7 @@ class Ledger:
                 self._begin(devices, now)
 
     def update(self) -> Spent:
-        """Write the totals up to now, and return them."""
+        """Write the totals up to now; return them."""
         with self._lock:
             now = self._now()
             entry, price = self._entry(now), self._run.price_per_device_hour
@@ -193,7 +193,7 @@ class Ledger:
                 kwh_per_s=None if entry.kwh is None else entry.kwh / max(entry.seconds, 1.0),
                 at_s=now,
             )
-            with contextlib.suppress(OSError):  # the next write contains this one
+            with contextlib.suppress(OSError):  # the next write includes these totals
                 write_json(self._path, file.model_dump(mode="json"))
             return file.total()
 
@@ -206,7 +206,7 @@ class Ledger:
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _entry(self, now: float) -> Start:
-        """Return this start's entry up to now, including the energy since the last readings."""
+        """Return the entry of this start up to `now`, with new readings of the energy counters."""
         run, seconds = self._run, now - self._began_s
         hours = seconds * self._devices / 3600
         origin: str | None = None
@@ -233,8 +233,8 @@ class Ledger:
 
 
 class Spending:
-    """Compute the share of a budget in dollars or kWh that a run has spent. The share reaches 1 when only a
-    reserve is left: `end_s` to save and close the run, plus `evaluation_s`, updated by the training loop."""
+    """Share of a budget in dollars or kWh that is spent. The share reaches 1 when only a reserve is left: the
+    cost of `end_s`, to save and close the run, and of `evaluation_s`, which the training loop updates."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s
@@ -242,9 +242,9 @@ class Spending:
         self._ledger, self._read_s = LedgerFile(), -math.inf
 
     def share(self, at_s: float) -> float:
-        """Return the share at a time.monotonic() value. Raises OSError if the ledger lacks the unit."""
+        """Return the share at the monotonic time `at_s`. Raises OSError if the ledger lacks the unit."""
         if at_s - self._read_s >= EVERY_S:
-            with contextlib.suppress(ConfigError):  # if a file server does not answer, keep the last rate
+            with contextlib.suppress(ConfigError):  # keep the last ledger if the file server does not answer
                 self._ledger, self._read_s = read_ledger(self._run_dir), at_s
         spent = getattr(self._ledger.total(), self._unit)
         rate = getattr(self._ledger, f"{self._unit}_per_s")

@@ -1,5 +1,5 @@
-"""Define models of the files in a run directory, shared by their writers (ranks, launcher) and readers.
-Torch-free. Unknown keys are ignored; missing keys get their default."""
+"""Define the contents of files in a run directory, for their writers (ranks, launcher) and readers. Unknown
+keys are ignored; missing keys have their default. Torch-free."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -27,17 +27,16 @@ FailureKind = Literal[
     "no_cause",
     "error",
 ]
-"""Cause of a failure, in this order: an unusable configuration or file; too little device or host memory; a
-full or broken disk; non-finite gradients; an earlier failure of another rank; no progress; a rank killed by a
-signal; a node that no longer responds; a stop signal before the next checkpoint; an exit without a recorded
-cause; any other exception."""
+"""Causes of a failure, in this order: bad configuration or file; lack of device or host memory; full or
+broken disk; non-finite gradients; earlier failure of another rank; no progress; rank killed by a signal;
+unresponsive node; stop signal before the next checkpoint; exit without a recorded cause; other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
-"""stopped: by a signal, after saving a checkpoint."""
+"""stopped = stopped by a signal, after a checkpoint was saved."""
 OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
-# texts of library exceptions without a distinct type, matched from the start of "type: message"
+# patterns for library exceptions without a distinct type, matched at the start of "type: message"
 _TEXTS: dict[FailureKind, str] = {
     "peer_gone": r".*(closed by peer|reset by peer|ncclRemoteError)",
     "device_memory": r"\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory",
@@ -49,12 +48,12 @@ _TEXTS: dict[FailureKind, str] = {
 
 
 def kind_of_text(text: str) -> FailureKind:
-    """Classify an exception known only as "type: message". No other code parses these texts."""
+    """Classify an exception of which only the text "type: message" is known."""
     return next((kind for kind, pattern in _TEXTS.items() if re.match(pattern, text, re.DOTALL)), "error")
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """Classify an exception by its `failure_kind` attribute, else by errno, type and message."""
+    """Classify an exception by its `failure_kind` attribute or else by errno, type and message."""
     own: FailureKind | None = getattr(error, "failure_kind", None)
     if own is not None:
         return own
@@ -72,59 +71,59 @@ FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
 
 
 class StoredFile(StoredModel):
-    """Base model for a whole file. `hint`: fix if the file is damaged."""
+    """Base model for a whole file. `hint`: suggested fix if the file is damaged."""
 
     hint: ClassVar[str] = "see the logs of its run"
 
 
 class RunMemory(StoredModel):
-    """Host memory of a run, sampled by its launcher."""
+    """Host memory of a run, sampled by the launcher."""
 
     peaks_gib: dict[str, float] = {}
-    """Resident memory; keys "rank 0", ..."""
+    """Peak resident memory of each process, by names such as "rank 0"."""
     oom_kills: int | None
-    """Processes that the kernel killed for lack of memory; null: no readable counter."""
+    """Number of processes that the kernel killed for lack of memory; null = no readable counter."""
     counter: str | None
     """Path of the counter file."""
 
 
 class Failure(StoredFile):
-    """Reason why a run failed: in logs/rank-N.error.json as written by the rank, and in `failure` of
-    summary.json, with fields added by the launcher."""
+    """Reason for the failure of a run. The rank writes it to logs/rank-N.error.json; the launcher adds fields
+    and writes it to `failure` in summary.json."""
 
     kind: FailureKind = "error"
     message: str
-    """`ExceptionType: message`, or how the process exited."""
+    """`ExceptionType: message`, or a description of the exit."""
     rank: int | None = None
-    """First rank that failed; null if no rank recorded an error."""
+    """First rank that failed; null = no rank recorded an error."""
     node: str | None = None
     """Number and host of the rank's node in a multi-node run."""
     time_ns: int = 0
-    """CLOCK_MONOTONIC, which all processes on a machine share."""
+    """Time of the failure on CLOCK_MONOTONIC, which all processes on a machine share."""
     error_type: str | None = None
     """Name of the exception class."""
     where: str | None = None
-    """file:line in the code of bert-dp or the user."""
+    """file:line of the failure in the code of bert-dp or of the user."""
     source: str | None = None
-    """Source code of that line, with its function."""
+    """Source code of the line `where`, with the name of the function."""
     issues: list[dict[str, Any]] = []
     """Fields of each `Issue` if the input was bad."""
     agreed: bool = False
-    """The ranks stopped the run together, by a rule; a restart would stop in the same way."""
-    # by the launcher
+    """All ranks stopped the run together by the same rule; a restart would stop in the same way."""
+    # added by the launcher
     killed_by: int | None = None
     """Signal that killed the rank."""
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line per rank that failed as a result."""
+    """One line for each rank that failed as a result."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
     log_tail: list[str] = []
-    """Last lines of the log, or the stack that a crash wrote to it."""
+    """Last lines of the log, or the stack that a crash wrote to the log."""
     memory: RunMemory | None = None
-    """Set if the failure may be due to memory."""
+    """Set if a lack of memory may have caused the failure."""
 
     def headline(self) -> str:
         """Return the message, prefixed with rank and node."""
@@ -133,30 +132,30 @@ class Failure(StoredFile):
         return f"{place}: {self.message}" if place else self.message
 
 
-STRAGGLER_RATIO = 1.2  # a rank's compute time / the others' median above which it is reported
+STRAGGLER_RATIO = 1.2  # compute time of a rank / median of the others, above which it is reported
 
 
 class Straggler(StoredModel):
-    """Slowest rank, for which the others wait."""
+    """Slowest rank, for which the other ranks wait."""
 
     rank: int
     ratio: float
-    """Its compute time before any reduction / the others' median."""
+    """Compute time before any reduction: this rank / median of the others."""
     seconds_per_step: float
-    """Time that the others lose."""
+    """Time that the other ranks lose in each step."""
 
 
 class NoiseScale(StoredModel):
-    """Gradient noise scale (bert_dp.training.noise) over the last measured steps."""
+    """Gradient noise scale over the last measured steps, from bert_dp.training.noise."""
 
     verdict: Literal["ok", "inconclusive"]
     reason: str | None = None
     """Reason for an inconclusive verdict."""
     steps: int | None = None
     noise_scale: FiniteOrNone = None
-    """In sequences."""
+    """Noise scale in sequences."""
     interval: Annotated[list[float], Field(strict=False)] | None = None
-    """95 % interval, in sequences."""
+    """95 % interval of the noise scale in sequences."""
     grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
     trace: FiniteOrNone = None
@@ -164,48 +163,48 @@ class NoiseScale(StoredModel):
 
 
 class Restart(StoredModel):
-    """One restart after a failure."""
+    """Restart of a run after a failure."""
 
     date: str
     step: int
-    """Step of the checkpoint that it resumed from; -1 = from scratch."""
+    """Step of the checkpoint from which the run resumed; -1 = no checkpoint."""
     ranks: int
     cause: str
     failure_kind: FailureKind = "error"
 
 
 class HeldOut(StoredModel):
-    """Results of an evaluation, as far as its task measures them. Lines of evals.jsonl have these keys and
-    step, tokens and elapsed_s."""
+    """Results of an evaluation; a result is null if the task does not measure it. Lines of evals.jsonl have
+    these keys and step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean over `masked_tokens` or `examples`, in `loss_unit`."""
     loss_unit: Literal["nats", "squared error"] = "nats"
     loss_se: FiniteOrNone = None
-    """Standard error of the mean, assuming independent sequences; null for one sequence."""
+    """Standard error of the mean if sequences are independent; null for a single sequence."""
     masked_accuracy: FiniteOrNone = None
-    """Share of masked tokens that have the greatest logit."""
+    """Share of masked positions at which the original token has the greatest logit."""
     mask_rate: FiniteOrNone = None
     masked_tokens: int | None = None
     sequences: int | None = None
     examples: int | None = None
     """Finetuning: number of dev examples."""
     scores: dict[str, FiniteOrNone] | None = None
-    """Finetuning: "split/metric" -> score in the metric's unit; no entry if a logit was not finite, null if
+    """Finetuning: "split/metric" -> score in the metric's unit; missing if a logit was not finite, null if
     the metric is undefined, such as a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
-    """Finetuning: scores of a constant answer, the most frequent label in train."""
+    """Finetuning: scores of a constant prediction, the most frequent label in train."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
-    """Finetuning: F1 of the second label, the mean F1 over labels, or F1 over all decisions pooled."""
+    """Finetuning: F1 of the second label, mean F1 of all labels, or F1 of all decisions pooled."""
     one_class: list[str] = []
-    """Finetuning: splits in which every example gets the same class."""
+    """Finetuning: splits in which all examples have the same predicted class."""
 
 
 class SequenceLosses(StoredFile):
     """Contents of heldout_losses.json: pretraining loss of each held-out sequence at the last evaluation."""
 
     text_sha256: str
-    """Hash of the sequences: the same text and mask rate give the same masks."""
+    """Hash of the held-out sequences. Equal hashes and mask rates imply equal masks."""
     mask_rate: float
     losses: list[float]
     """Nats per masked token."""
@@ -216,18 +215,18 @@ class InitFrom(StoredModel):
 
     checkpoint: str
     sha256: str
-    """Hash of its model.safetensors."""
+    """SHA-256 of the checkpoint's model.safetensors."""
     tensors: int
-    """Tensors of the model that were loaded from it."""
+    """Number of the model's tensors that were loaded from the checkpoint."""
     of: int
-    """All tensors of the model; the others were initialized from the seed."""
+    """Number of all tensors of the model; the other tensors were initialized from the seed."""
     dropped: list[str] = []
     """Tensors in the checkpoint that the model does not have, such as a pooler or key biases."""
 
 
 class Summary(StoredFile):
-    """Contents of summary.json: outcome of a run. Rates cover real steps, not warm-up during set-up. If a run
-    stopped before rank 0 could write the file, it contains only what the launcher knows."""
+    """Contents of summary.json: outcome of a run. Rates exclude set-up and its dry run. If a run stopped
+    before rank 0 could write the file, the launcher writes it with only the fields that it knows."""
 
     status: RunStatus
     failure: Failure | None = None
@@ -239,11 +238,11 @@ class Summary(StoredFile):
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
     heldout: HeldOut | None = None
-    """`heldout_loss` and its denominator."""
+    """All results of the last evaluation, including `heldout_loss` and its denominator."""
     heldout_step: int | None = None
-    """Step of the evaluation; earlier than `step` if a signal or failure stopped the run."""
+    """Step of the last evaluation; less than `step` if a signal or a failure stopped the run."""
     since_step: int | None = None
-    """Step at which this start began; rates, times, memory and energy cover the steps after it."""
+    """Step at which this start began. Rates, times, memory and energy cover the steps since then."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None
@@ -261,37 +260,37 @@ class Summary(StoredFile):
     tokens_per_s_per_gpu: FiniteOrNone = None
     mfu: FiniteOrNone = None
     peak_memory_gib: FiniteOrNone = None
-    """Peak of the rank with the highest peak."""
+    """Highest peak memory of any rank."""
     energy_j: FiniteOrNone = None
-    """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not measured."""
+    """Joules of the GPUs of all ranks in this start, without set-up; null = not measured."""
     skipped_steps: int | None = None
     checkpoint: str | None = None
-    """Relative to the run directory."""
+    """Path of the newest checkpoint, relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """Compute time before any reduction: slowest rank / median of the others; null for a single rank."""
+    """Compute time before any reduction: slowest rank / median of the others; null = one rank."""
     straggler: Straggler | None = None
-    """Set if the ratio over the run is above STRAGGLER_RATIO."""
+    """Set if the ratio over the whole run is above STRAGGLER_RATIO."""
     time_s: dict[str, float] = {}
-    """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
+    """Rank 0's seconds: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     spent: Spent | None = None
-    """Dollars, kWh and CO2 of all starts, recorded by the launcher."""
+    """Dollars, kWh and CO2 of all starts, as recorded by the launcher."""
     command_s: FiniteOrNone = None
-    """From the start of the command to the exit of the last rank, measured by the launcher."""
+    """Seconds from the start of the command to the exit of the last rank, measured by the launcher."""
     bucket_bytes: list[int] = []
     """Sizes of DDP's reduction buckets; empty with other engines."""
     metrics: dict[str, FiniteOrNone] = {}
-    """Other metrics by name, from the last line of metrics.jsonl."""
+    """Other metrics, by name, from the last line of metrics.jsonl."""
     loss_spikes: int | None = None
-    """Logged losses far above the preceding ones."""
+    """Number of logged losses far above the preceding losses."""
     failed_saves: int | None = None
-    """Checkpoints that could not be written since the run was last started."""
+    """Number of checkpoints that this start could not write."""
     failed_writes: int | None = None
-    """Failed writes of logs and records on any rank; their lines are missing."""
+    """Number of failed writes of logs and records on all ranks; the lines are missing."""
     noise_scale: NoiseScale | None = None
-    """null without log.noise_scale."""
+    """null unless log.noise_scale is true."""
     profiled_steps: list[int] | None = None
-    """First and last step under torch.profiler, which slows steps down; they count in the rates."""
+    """First and last step recorded by torch.profiler, which slows steps down. Rates include these steps."""
     restarts: list[Restart] = []
     schema_version: int = 1
 
@@ -308,7 +307,7 @@ class Summary(StoredFile):
 
     @property
     def out_of_memory(self) -> bool:
-        """Return True if the run failed because device or host memory was too small."""
+        """Return True if the run failed because it had too little device or host memory."""
         return self.failure is not None and self.failure.kind in OUT_OF_MEMORY
 
 
@@ -317,12 +316,12 @@ class GpuMemory(StoredModel):
 
 
 class RecordedEnvironment(StoredFile):
-    """Part of environment.json used by failure advice; the launcher writes the whole file."""
+    """Part of environment.json that the advice after a failure uses; the launcher writes the whole file."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None
-    """Memory of the machine."""
+    """Host memory of the machine."""
     memory_limit_gib: float | None = None
-    """Limit of the control group; null = none."""
+    """Memory limit of the control group; null = no limit."""
     bf16_units: list[str] = []
     """bf16 instruction sets of the CPU."""

@@ -1,4 +1,4 @@
-"""Start bert-dp modules as child processes, and kill them if their caller dies. Torch-free."""
+"""Start bert-dp modules as child processes, and kill them if the calling process is killed. Torch-free."""
 
 import contextlib
 import inspect
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # environment variable: path for issues as JSON, read by the Python API
-PATIENCE_S = 1.0  # time for ranks to exit by themselves after the launcher
-SEARCH_S = 5.0  # time for repeated searches: a process may start others while it is killed
+ISSUES_FILE = "BERT_DP_ISSUES"  # environment variable: path of a file of issues, for the Python API
+PATIENCE_S = 1.0  # seconds for ranks to exit after the launcher
+SEARCH_S = 5.0  # seconds to repeat the search, because a process may start others while it is killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -24,43 +24,43 @@ from pathlib import Path
 
 
 def module_command(module: str, *options: str) -> list[str]:
-    """Return the start of a command line that runs a module. -P ignores modules in the current directory,
-    which `python -m` would search first. `options`: options of Python."""
+    """Return the first arguments of a command that runs a module. -P excludes the current directory, in which
+    `python -m` would search for modules first. `options`: options of Python."""
     return [sys.executable, "-P", *options, "-m", module]
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes: the process to follow and exit with, and safe-path
-    mode (no modules from the current directory), which launchers pass on to their children."""
+    """Return environment variables for child processes. They identify the process whose exit ends them,
+    and exclude modules in the current directory, even in the children of torchrun and other launchers."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
 def launcher_marks() -> list[str]:
-    """Return NAME=value of the variables that identify this launcher's processes."""
+    """Return the variables that identify the processes of this launcher, as NAME=value."""
     environ = child_environment()
     return [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
 
 
-def describe_exit_code(code: int, without: str) -> str:
-    """Describe an exit code; -N = killed by signal N."""
+def describe_exit_code(code: int, suffix: str) -> str:
+    """Describe an exit code; -N = killed by signal N. `suffix`: words after any other code."""
     if code >= 0:
-        return f"exited with code {code} {without}".rstrip()
+        return f"exited with code {code} {suffix}".rstrip()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
     return f"killed by signal {-code} ({name})"
 
 
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
-    """Kill child processes and remove `scratch` if this process is killed inside the block. Ranks normally
-    exit by themselves, unless they are stopped (SIGSTOP) or hold the interpreter lock. The reaper is a small
-    process that waits until its standard input closes."""
+    """Kill child processes and remove `scratch` if this process is killed inside the block. Ranks also
+    exit without the reaper unless they are stopped (SIGSTOP) or block the interpreter lock. The reaper is a
+    small process that waits until its standard input closes."""
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # a bare interpreter is fast and small; without the marks, no other reaper can kill it first
+    # -I and -S keep the interpreter small; without the marks, no other reaper kills this one
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
@@ -78,19 +78,19 @@ def reaper(scratch: Path) -> Iterator[None]:
 
 
 def marked(marks: Sequence[str]) -> list[int]:
-    """List other processes with all of `marks` (NAME=value) in their environment."""
+    """Return the pids of other processes whose environment contains all of `marks` (NAME=value)."""
     wanted = {mark.encode() for mark in marks}
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # gone, or another user's
+            with contextlib.suppress(OSError):  # the process has exited or belongs to another user
                 if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
                     pids.append(int(entry.name))
     return pids
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait until standard input closes; unless it said "done", kill marked processes and remove `scratch`."""
+    """Wait for "done" on standard input; if it closes first, kill marked processes and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

@@ -1,4 +1,4 @@
-"""Find checkpoints, read their state.json, and read export.json of an exported directory. Torch-free."""
+"""Find checkpoints and read their state.json, and read export.json of exported directories. Torch-free."""
 
 import contextlib
 import json
@@ -17,16 +17,16 @@ from bert_dp.files.models import InitFrom, StoredFile
 SCHEMA_VERSION = 1
 PAGE = "report.html"
 PREDICTIONS = "predictions.jsonl"
-"""Logits of a finetuned run for every dev and test example."""
+"""File with the logits of a finetuned run for every dev and test example."""
 SEQUENCE_LOSSES = "heldout_losses.json"
-"""Loss of a pretraining run on every held-out sequence."""
+"""File with the loss of a pretraining run on every held-out sequence."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List complete checkpoints, newest first."""
+    """Return the complete checkpoints in a directory, newest first."""
     if not folder.is_dir():
         return []
-    # incomplete saves have a different name
+    # incomplete checkpoints have other names
     found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
     steps = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(steps, reverse=True)]
@@ -43,7 +43,7 @@ class CheckpointFacts(StoredModel):
     recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
     config: dict[str, Any]
     code: dict[str, Sha256] = {}  # noqa: RUF012
-    """SHA-256 of each file of own code, by its setting."""
+    """SHA-256 of each file of custom code, by setting."""
     data_hash: Sha256
     tokenizer: Sha256 | None = None
     """SHA-256 of the tokenizer file."""
@@ -52,7 +52,7 @@ class CheckpointFacts(StoredModel):
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
     scaler: dict[str, float]
     init_from: InitFrom | None = None
-    """Initial weights of the run."""
+    """Source of the run's initial weights."""
 
 
 def read_checkpoint_facts(path: Path) -> CheckpointFacts:
@@ -65,23 +65,23 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """Read the SHA-256 of a checkpoint's weights in its manifest. Raises OSError, ValueError or KeyError."""
+    """Read the SHA-256 of the weights in a checkpoint's manifest. Raises OSError, ValueError, KeyError."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     return str(manifest["files"]["model.safetensors"]["sha256"])
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """Find the tokenizer.json of a checkpoint, or else of its run. Raises ConfigError."""
+    """Return the path of tokenizer.json in a checkpoint, or else in its run. Raises ConfigError."""
     places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
     for place in places:
         if place.is_file():
             return place
-    hint = f"copy the {TOKENIZER} of its shards to {places[1]}"
+    hint = f"copy the {TOKENIZER} of the run's shards to {places[1]}"
     raise ConfigError([Issue(str(checkpoint), "not_found", "has no tokenizer", hint=hint)])
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Read state.json of a checkpoint, or of the newest one in a run or checkpoints directory, unverified."""
+    """Return the checkpoint `directory`, else the newest checkpoint in it, with its unverified state.json."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -93,7 +93,7 @@ ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
 LOADERS = {"hf": ("transformers",), "onnx": ("onnx", "onnxruntime"), "aoti": ()}
-"""Packages from the extra `export` that load a format."""
+"""Export format -> packages from the extra `export` that load it."""
 INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
 
 
@@ -105,16 +105,16 @@ class Exported(StoredFile):
     format: ExportFormat
     kind: Kind
     architecture: str | None = None
-    """transformers architecture, only for format hf."""
+    """transformers architecture; null unless the format is hf."""
     precision: ExportPrecision = "fp32"
     run: str
     """Name of the run's directory."""
     step: Count
     """Step of the exported checkpoint."""
     weights_sha256: Sha256
-    """Hash of the checkpoint's model.safetensors."""
+    """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """Hash of the run's tokenizer.json; the exported tokenizer may frame texts differently."""
+    """SHA-256 of the run's tokenizer.json; the exported file may frame texts differently."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
@@ -122,15 +122,15 @@ class Exported(StoredFile):
     pad: Count
     """Id of the padding token."""
     inputs: tuple[str, ...] = INPUTS
-    """Inputs of the model, in order, each [batch, length]."""
+    """Names of the model's inputs, in order; each has the shape [batch, length]."""
     finetune: FinetuneConfig | None = None
     """Kind, labels and pooling of a classifier."""
     files: dict[str, Sha256] = Field(default_factory=dict)
-    """SHA-256 of the files needed to load the model."""
+    """SHA-256 of each file that is needed to load the model."""
 
 
 def read_exported(directory: Path) -> Exported:
-    """Read export.json, and check the hashes of the model's files in the directory. Raises ConfigError."""
+    """Read export.json, and check the hashes of the files that loading needs. Raises ConfigError."""
     path = directory / EXPORTED
     with errors.refusing("DIR", str(path), Exported.hint):
         exported = Exported.model_validate_json(errors.read_regular(path, errors.MAX_JSON_BYTES))
@@ -147,11 +147,11 @@ def read_exported(directory: Path) -> Exported:
 
 
 def loaded_files(form: ExportFormat) -> list[str]:
-    """Return the names of the files needed to load a model of this format."""
+    """Return the names of the files that are needed to load a model in this format."""
     return [MODEL_FILES[form], TOKENIZER, *(["config.json"] if form == "hf" else [])]
 
 
 def require_loaders(exported: Exported, use: str) -> None:
-    """Import the packages that load an exported model. `use`: verb that needs them. Raises ConfigError."""
+    """Import the packages that load an exported model. `use`: verb that loads it. Raises ConfigError."""
     for package in LOADERS[exported.format]:
         errors.require(package, "export", use)

@@ -1,1 +1,1 @@
-"""Measure one rank, or communication between ranks; each program prints JSON lines for the launcher."""
+"""Measure computation, communication and storage. Each program prints JSON lines for the launcher."""

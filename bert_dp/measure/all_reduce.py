@@ -1,8 +1,8 @@
 """Measure the bandwidth of all-reduces.
 
 `python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` runs N local ranks, each on a separate GPU if
-there are enough, for SECONDS (2) per size, and prints one JSON line per size. With `pair RANK HOST PORT
-INTERFACE [SOCKET]` it is one of two ranks on two nodes; SOCKET is the store's bound socket on rank 0.
+there are enough, for SECONDS (default 2) per size, and prints one JSON line per size. `pair RANK HOST PORT
+INTERFACE [SOCKET]` runs one of two ranks on two nodes; SOCKET is the store's bound socket on rank 0.
 """
 
 import json
@@ -32,8 +32,8 @@ def _measure(
     seconds: float,
     interface: str = "lo",
 ) -> None:
-    """Run all-reduces of each size in bytes for about `seconds`, as one rank; rank 0 prints the results.
-    `store`: a file's path on one node, else a store."""
+    """Time all-reduces of each size (in bytes) for about `seconds`, as one rank. Rank 0 prints the results.
+    `store`: path of a file for ranks on one node, or a store for two nodes."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     torch.set_num_threads(1)
@@ -41,8 +41,8 @@ def _measure(
     device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    meet = dist.FileStore(store, size) if isinstance(store, str) else store
-    dist.init_process_group(backend, store=meet, rank=rank, world_size=size)
+    rendezvous = dist.FileStore(store, size) if isinstance(store, str) else store
+    dist.init_process_group(backend, store=rendezvous, rank=rank, world_size=size)
     for num_bytes in sizes:
         result = _time_all_reduce(num_bytes, seconds, device)
         if rank == 0:
@@ -53,7 +53,7 @@ def _measure(
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Time all-reduces for about `seconds`; busbw as defined by nccl-tests, GB = 1e9 bytes."""
+    """Time all-reduces for about `seconds`. busbw is the bus bandwidth of nccl-tests; 1 GB = 1e9 bytes."""
     data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:
@@ -66,7 +66,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
     start = time.perf_counter()
     for _ in range(WARM_UP):
         once()
-    one_s = (time.perf_counter() - start) / WARM_UP  # including its barrier
+    one_s = (time.perf_counter() - start) / WARM_UP  # including the barrier
     count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
     dist.broadcast(count, 0)
     times = sorted(once() for _ in range(int(count)))
@@ -77,7 +77,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
 
 
 def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
-    """Start `size` ranks; by default one per GPU if there are several, else two on the CPU."""
+    """Start `size` ranks. The default is one per GPU if there are several GPUs, else two on the CPU."""
     follow_launcher()
     gpus = torch.cuda.device_count()
     size = size or (gpus if gpus > 1 else 2)
@@ -92,7 +92,8 @@ def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
 
 
 def pair(rank: int, host: str, port: int, interface: str, bound: int | None = None) -> None:
-    """Measure as one of two nodes. `bound`: the store's socket, on rank 0."""
+    """Time all-reduces as one of two ranks on two nodes. `bound`: bound socket of the store, only on rank
+    0."""
     is_master = bound is not None
     store = dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=bound)
     backend, num_bytes = ("nccl", 64 * 2**20) if torch.cuda.is_available() else ("gloo", 4 * 2**20)

@@ -1,6 +1,6 @@
 """Check that a file system stores a checkpoint correctly, and measure its speed.
 
-`python -m bert_dp.measure.disk DIR`: write, verify by hash, load, compare, remove; print one JSON line.
+`python -m bert_dp.measure.disk DIR` writes, verifies, loads and removes a checkpoint, and prints a JSON line.
 """
 
 import json
@@ -17,7 +17,7 @@ from bert_dp.training.process import follow_launcher
 
 
 def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
-    """Run the check. Raises OSError or RuntimeError if the file system does not preserve the checkpoint."""
+    """Check `folder`. Raise OSError or RuntimeError if its file system does not preserve the checkpoint."""
     follow_launcher()
     parts = [torch.randint(0, 2**31, (num_bytes // 8,), dtype=torch.int64) for _ in range(2)]
     state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}

@@ -1,7 +1,7 @@
 """Measure the matmul rate of one device, the denominator of MAMFU.
 
-`python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes,
-like MAMF-finder (stas00/ml-engineering); on a CPU, with one thread per core of this process.
+`python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line with the best rate of several
+shapes, like MAMF-finder (stas00/ml-engineering). On a CPU, it uses one thread per core of this process.
 """
 
 import json
@@ -17,7 +17,7 @@ from bert_dp.training.devices import allow_tf32, choose_precision, keep_freed_me
 from bert_dp.training.process import follow_launcher
 
 WARM_UP = 3
-SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to sizes that keep a large device busy
+SHAPES = {  # (M, N, K) of [M, K] x [K, N]: products of a block, and sizes that keep a large device busy
     "cpu": ((1024, 768, 768), (1024, 3072, 768), (2048, 2048, 2048)),
     "cuda": ((16384, 768, 768), (16384, 3072, 768), (8192, 8192, 8192), (16384, 8192, 4096)),
 }
@@ -32,7 +32,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> fl
 def matmul_rate(
     shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, seconds: float
 ) -> float:
-    """Return the median FLOP/s of [m, k] x [k, n] over about `seconds`."""
+    """Return the median FLOP/s of the product [m, k] x [k, n], measured for about `seconds`."""
     m, n, k = shape
     x, w = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
 
@@ -49,13 +49,13 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use one thread per core of this process, and keep freed memory as a CPU rank does."""
+    """Use one thread per core of this process, and keep freed memory, as a rank on a CPU does."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 
 
 def main(precision: str, seconds: float = 2.0) -> None:
-    """Print the peak in `precision`, named as in a configuration, after about `seconds` in total."""
+    """Print the matmul rate for a value of the setting `precision`, measured for about `seconds`."""
     follow_launcher()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

@@ -1,7 +1,7 @@
-"""Measure when each gradient of one rank's step is ready, to predict runs on many ranks (`plan scaling`).
+"""Measure when each gradient in a step of one rank is ready, for the predictions of `plan scaling`.
 
-`python -m bert_dp.measure.profile_step CONFIG.yaml` prints one JSON line. One process with engine `single`
-trains on the configured micro batch of random tokens.
+`python -m bert_dp.measure.profile_step CONFIG.yaml` prints one JSON line. One process trains with the
+engine, the micro batch and the data of the configuration.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ WARM_UP, REPEATS = 2, 7
 
 @contextlib.contextmanager
 def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
-    """Build a one-rank trainer without a process group. `work`: a scratch directory."""
+    """Yield a trainer of one rank, without a process group. `work`: a scratch directory."""
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
@@ -45,7 +45,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS micro batches. Destroys the weights."""
+    """Return the `profile` of scaling.json: medians over REPEATS steps, which change the weights."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
     hooks = [
@@ -60,15 +60,15 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
         start = clock.mark()
         with trainer.precision.context(trainer.device):
             loss = trainer.task.loss(trainer.model, batch) / num_targets
-        turn = clock.mark()
+        middle = clock.mark()
         trainer.engine.backward(loss)
         end = clock.mark()
         trainer.engine.step(trainer.config.optim.clip)
         stepped = clock.mark()
         synchronize(trainer.device)
-        parts = {"forward_s": (start, turn), "backward_s": (turn, end), "optimizer_s": (end, stepped)}
+        parts = {"forward_s": (start, middle), "backward_s": (middle, end), "optimizer_s": (end, stepped)}
         seconds = {name: clock.between(*marks) for name, marks in parts.items()}
-        rounds.append(seconds | {name: clock.between(turn, mark) for name, mark in arrived.items()})
+        rounds.append(seconds | {name: clock.between(middle, mark) for name, mark in arrived.items()})
     for handle in hooks:
         handle.remove()
     medians = {name: statistics.median(r[name] for r in rounds[WARM_UP:]) for name in rounds[0]}
@@ -92,7 +92,7 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
 
 
 def main(path: Path) -> None:
-    """Print the profile. Raises ConfigError."""
+    """Print the profile. Raise ConfigError if the configuration is invalid."""
     follow_launcher()
     with (
         tempfile.TemporaryDirectory(prefix="bert-dp-") as work,

@@ -1,9 +1,10 @@
-"""Define the crammed BERT, without ranks, files or optimizers.
+"""Define the crammed BERT as PyTorch modules that do not depend on ranks, files or optimizers.
 
 Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary, P predicted
-positions of the whole micro batch. Parameter names and shapes are those of ModernBERT (transformers), so a
-rope variant can be exported without our code. Source of the architecture: arXiv 2212.14034 and github
-JonasGeiping/cramming, `arch=crammed-bert`.
+positions of the whole micro batch. Parameter names and shapes match ModernBERT, so that transformers can
+load exported models with rotary positions. Source of the architecture: arXiv 2212.14034 and
+`arch=crammed-bert` in github.com/JonasGeiping/cramming. To add a variant of a block, add its value to
+`ModelConfig` (config/schema.py), and its parameters and FLOPs to cost.py.
 """
 
 import math
@@ -22,7 +23,7 @@ if kernels.HAS_TRITON:
     from bert_dp.model import gpu_kernels
 
 INIT_STD = 0.02
-IGNORE = -100  # label of a position to ignore
+IGNORE = -100  # label of positions that the loss ignores
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -32,7 +33,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def sinusoidal_table(length: int, hidden: int) -> Tensor:
-    """Return [S, H] float64: sin in even columns, cos in odd ones (arXiv 1706.03762, 3.5)."""
+    """Return a float64 table [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762, 3.5)."""
     angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
         torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
     )
@@ -40,14 +41,14 @@ def sinusoidal_table(length: int, hidden: int) -> Tensor:
 
 
 def rotary_table(length: int, head_size: int, theta: float) -> Tensor:
-    """Return [2, S, D] float64: cos and sin, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
+    """Return a float64 table [2, S, D]: cosines, then sines, in rotate-half layout (arXiv 2104.09864)."""
     frequency_D2 = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle_SD = (torch.arange(length, dtype=torch.float64)[:, None] * frequency_D2).repeat(1, 2)
     return torch.stack([angle_SD.cos(), angle_SD.sin()])
 
 
 def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
-    """Apply rotary position embeddings to queries or keys, in their dtype."""
+    """Apply rotary position embeddings to queries or keys, in the dtype of `x_BASD`."""
     length = x_BASD.shape[-2]
     cos_SD, sin_SD = (table_SD[:length].to(x_BASD.dtype) for table_SD in rotary_2SD)
     first, second = x_BASD.chunk(2, dim=-1)
@@ -55,8 +56,8 @@ def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
 
 
 class TiedLookup(torch.autograd.Function):
-    """Return (weight[ids], weight), the second for the decoder, which is tied to the embedding. The matrix
-    gets one gradient, not two: that of the looked-up rows is added to the decoder's in place."""
+    """Lookup of embedding rows that returns (weight[ids], weight); the second output is for the tied decoder.
+    The backward pass adds the gradients of the rows to the decoder's gradient in place, to save memory."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,22 +71,22 @@ class TiedLookup(torch.autograd.Function):
 
 
 class TiedEmbedding:
-    """Compute the tied embedding, decoder and loss over the vocabulary; tensor parallelism replaces it."""
+    """Tied embedding, decoder and loss over the vocabulary. Tensor parallelism replaces this class."""
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [B, S, H] and the weight for the decoder."""
+        """Return the token embeddings [B, S, H] and the weight for the decoder."""
         return TiedLookup.apply(ids_BS, weight_VH)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
         return kernels.linear(x_PH, weight_VH)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return the sum of cross entropies, ignoring labels equal to IGNORE."""
+        """Return the sum of the cross entropies, ignoring labels equal to IGNORE."""
         return F.cross_entropy(kernels.widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return [2, P]: each position's cross entropy, and 1 if its label has the greatest logit. Both are 0
-        for a label of IGNORE."""
+        """Return [2, P]: the cross entropy of each position, and 1 if its label has the greatest logit, else
+        0. Both are 0 if the label is IGNORE."""
         wide_PV = kernels.widened(logits_PV)
         loss_P = F.cross_entropy(wide_PV, labels_P, ignore_index=IGNORE, reduction="none")
         label_logit_P = wide_PV.gather(1, labels_P.clamp(min=0)[:, None])[:, 0]
@@ -94,7 +95,7 @@ class TiedEmbedding:
 
 
 class Embeddings(nn.Module):
-    """Add positions and token types to the token embedding, then normalise: [B, S, H] -> [B, S, H]."""
+    """Sum of token, position and token type embeddings, then norm and dropout: [B, S, H] -> [B, S, H]."""
 
     sinusoids_SH: Tensor
 
@@ -119,8 +120,8 @@ class Embeddings(nn.Module):
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
-        """Return the residual stream in its dtype. `x_BSH`: looked-up tokens. `types_BS`: None = all have
-        type 0."""
+        """Return the residual stream, in bf16 if `residual_dtype` is bf16 and autocast uses bf16. `x_BSH`:
+        token embeddings. `types_BS`: token types; None = all 0."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
@@ -132,7 +133,7 @@ class Embeddings(nn.Module):
         out: Tensor = self.drop(self.norm(x_BSH), seed_B)
         kind = out.device.type
         in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        # each block adds a bf16 output under autocast, so the stream keeps its initial dtype
+        # under autocast, every block adds a bf16 output, so the residual stream keeps this dtype
         return out.bfloat16() if self.narrow_residual and in_bf16 else out
 
 
@@ -143,12 +144,12 @@ def is_slow_in_kernel(q_BASD: Tensor) -> bool:
 
 
 class Attention(nn.Module):
-    """Attend bidirectionally: [B, S, H] -> [B, S, H]. `seen`: False for masked keys, [B, 1, 1, S] for
-    padding, [1 or B, 1, S, S] for local attention; None = full attention, without the cost of a mask.
-    `seed_B`: see bert_dp.model.kernels."""
+    """Bidirectional self-attention: [B, S, H] -> [B, S, H]. `seen`: False for masked keys, [B, 1, 1, S] for
+    padding or [1 or B, 1, S, S] for local attention; None = full attention, which is faster without a mask.
+    `seed_B`: dropout keys, see bert_dp.model.kernels."""
 
     tensor_rank = 0
-    """Index of this rank's shard of the heads."""
+    """Index of this rank's shard of the attention heads in tensor parallelism."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -158,7 +159,7 @@ class Attention(nn.Module):
         self.Wo = kernels.Linear(hidden, hidden, bias=config.bias)
         self.drop_probabilities = kernels.KeyedDropout(config.attention_dropout, site=0)
         self.drop = kernels.KeyedDropout(config.dropout, site=1)
-        # no key bias: without rotary positions it shifts all scores of a query equally, which softmax ignores
+        # no key bias: without rotary positions it shifts all scores of a query equally, so it has no effect
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 
@@ -176,7 +177,7 @@ class Attention(nn.Module):
             return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
         q, k, v = (
             part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
-        )  # each [B, A, S, D], A the heads of this rank's weights
+        )  # each [B, A, S, D], with the A heads of this rank
         if rotary_2SD is not None:
             q, k = rotate(q, rotary_2SD), rotate(k, rotary_2SD)
         if drops or is_slow_in_kernel(q):
@@ -188,8 +189,8 @@ class Attention(nn.Module):
     def _attend_in_full(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
-        """Compute attention with explicit scores. Needed for dropout, as the elements dropped by torch's
-        kernels change with the padded length."""
+        """Compute attention with explicit scores. Dropout requires them, because the elements that torch's
+        kernels drop depend on the padded length."""
         heads = q.shape[1]
         score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
         if seen is not None:
@@ -203,7 +204,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Apply GELU or gated GELU (arXiv 2002.05202): [B, S, H] -> [B, S, H]."""
+    """Feed-forward layer with GELU or gated GELU (arXiv 2002.05202): [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -218,7 +219,7 @@ class MLP(nn.Module):
         if self.gated and kernels.takes_gpu_kernel(x):
             x = gpu_kernels.gated_gelu(x)
         elif self.gated:
-            x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half, which is equivalent
+            x, gate = x.chunk(2, dim=-1)  # the paper gates with the first half; both are equivalent
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
@@ -226,7 +227,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Apply attention and MLP, each after its norm (pre-norm) or with its norm after the sum (post-norm)."""
+    """Block of attention and MLP, with norms before both (pre-norm) or after each sum (post-norm)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -248,7 +249,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Apply embeddings, blocks and, after pre-norm blocks, the final norm: [B, S] -> [B, S, H]."""
+    """Embeddings, blocks and, after pre-norm blocks, a final norm: [B, S] -> [B, S, H]."""
 
     rotary_2SD: Tensor | None
     local_rotary_2SD: Tensor | None
@@ -281,45 +282,44 @@ class Encoder(nn.Module):
         seed_B: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states. `x_BSH`: looked-up tokens. `real_BS`: False for padding; None = no
-        padding. `seed_B`: int32 keys of the examples, for dropout in training. `types_BS`: token types; None
-        = all 0."""
+        """Return the hidden states [B, S, H]. `x_BSH`: token embeddings. `real_BS`: False for padding; None =
+        no padding. `seed_B`: an int32 key per example, for dropout in training. `types_BS`: token types,
+        default 0."""
         return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B, types_BS))
 
     def residual_stream(
         self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None, types_BS: Tensor | None = None
     ) -> Tensor:
-        """Compute the hidden states like `encode`, without the final norm."""
+        """Return the hidden states before the final norm. For the arguments, see `encode`."""
         if not self.has_dropout:
             seed_B = None
         x_BSH = self.embeddings(x_BSH, seed_B, types_BS)
-        everywhere = None if real_BS is None else real_BS[:, None, None, :]
-        nearby = self._nearby(x_BSH, everywhere) if any(self.is_local) else None
+        padding = None if real_BS is None else real_BS[:, None, None, :]
+        local = self._local_mask(x_BSH, padding) if any(self.is_local) else None
         # a separate key per layer, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if seed_B is not None:
             site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
             keys = kernels.fold_in(seed_B, site_L1).unbind()
         for layer, is_local, layer_key_B in zip(self.layers, self.is_local, keys, strict=True):
-            rotary_2SD, seen = (self.local_rotary_2SD, nearby) if is_local else (self.rotary_2SD, everywhere)
+            rotary_2SD, seen = (self.local_rotary_2SD, local) if is_local else (self.rotary_2SD, padding)
             x_BSH = layer(x_BSH, rotary_2SD, seen, layer_key_B)
         return x_BSH
 
-    def _nearby(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
-        """Return the mask for local layers, [1 or B, 1, S, S]: keys at most `reach` positions away."""
+    def _local_mask(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
+        """Return the mask of local layers [1 or B, 1, S, S]: True for keys at most `reach` positions away."""
         position_S = torch.arange(x_BSH.shape[1], device=x_BSH.device)
         distance_SS = (position_S[:, None] - position_S).abs()
         near_SS = distance_SS <= self.reach
         if real_B11S is None:
             return near_SS[None, None]
-        # padding far from every token attends to itself: a softmax over no keys is NaN and would spread
+        # padding far from every token attends to itself, because a softmax over no keys would be NaN
         return near_SS & (real_B11S | (distance_SS == 0))
 
 
 class PredictionHead(nn.Module):
-    """Apply dense, GELU and norm if configured, then the tied decoder and its loss. `final_norm`: the
-    encoder's norm, if `x_PH` is not normalised yet. The head applies it to the predicted positions only,
-    within one compiled graph."""
+    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. A
+    `final_norm` is applied first, to the predicted positions only and in the same compiled graph."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
@@ -344,7 +344,7 @@ class PredictionHead(nn.Module):
 
 
 class EncoderModel(Model):
-    """Combine an encoder with `head`, and implement the interface for engines."""
+    """Encoder with a `head` that a subclass defines, and the model interface that engines use."""
 
     head: nn.Module
 
@@ -358,17 +358,17 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the parts. All blocks share one graph, and DDP still receives gradients block by block, so
-        that it can overlap their reduction."""
+        """Return the blocks, the embeddings and the head. All blocks share one graph. DDP still receives
+        gradients block by block, so it can overlap their reduction with the backward pass."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:
-        """Return whether a parameter is the weight of a linear layer in a block."""
+        """Return True for the weight of a linear layer in a block."""
         return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
-        """Return how tensor parallelism splits parameters; see `Model.tensor_plan`. Attention is split by
-        heads, the MLP by intermediate columns, the vocabulary by rows; the rest is whole."""
+        """Return the split of parameters in tensor parallelism; see `Model.tensor_plan`. Attention is split
+        by heads, the MLP by intermediate units and the vocabulary by rows. Other parameters stay whole."""
         fused = 2 if self.gated else 1
         splits = {
             "tok_embeddings.weight": (0, 1),
@@ -386,7 +386,7 @@ class EncoderModel(Model):
 
 
 class CrammedBert(EncoderModel):
-    """Predict masked tokens with a tied decoder applied only to the predicted positions."""
+    """Masked language model, whose tied decoder is applied to the predicted positions only."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__(config, sequence_length)
@@ -400,18 +400,15 @@ class CrammedBert(EncoderModel):
         real_BS: Tensor | None = None,
         seed_B: Tensor | None = None,
     ) -> Tensor:
-        """Return the logits [P, V] of flat positions b * S + s or, with labels, the SUM of their cross
-        entropies.
-
-        Labels equal to IGNORE are ignored. `real_BS`, `seed_B`: see Encoder.encode.
-        """
+        """Return the logits [P, V] or, if there are labels, the SUM of their cross entropies, ignoring labels
+        equal to IGNORE. `positions_P`: flat positions b * S + s. `real_BS`, `seed_B`: see Encoder.encode."""
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_PH = self.model.residual_stream(x_BSH, real_BS, seed_B).flatten(0, 1)[positions_P]
         return self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
 
 
 def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
-    """Build a whole model on the CPU, the same on every rank; see `initialize`."""
+    """Build the whole model on the CPU, with the same weights on every rank; see `initialize`."""
     return initialize(CrammedBert(config, sequence_length), seed)
 
 
@@ -419,8 +416,8 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def initialize(model: AnyModel, seed: int) -> AnyModel:
-    """Set linears and embeddings to N(0, 0.02), norms to 1 / 0, biases to 0, depending only on shapes and
-    seed."""
+    """Draw linear and embedding weights from a normal distribution with standard deviation INIT_STD, and set
+    linear biases to 0. Norms keep weight 1 and bias 0. The result depends only on shapes and seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

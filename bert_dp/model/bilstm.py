@@ -1,5 +1,5 @@
 """Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136). Axes: B examples, S positions, E
-embedding (model.hidden_size), H units per direction, L labels."""
+embedding size (model.hidden_size), H units per direction, F features, W head width, L labels."""
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +9,13 @@ from bert_dp.model.classifier import HEAD_SITE
 from bert_dp.model.interface import Model
 from bert_dp.model.kernels import KeyedDropout, fold_in
 
-EMBEDDING_BOUND = 0.25  # of random vectors, about the spread of word2vec's (arXiv 1408.5882)
+EMBEDDING_BOUND = 0.25  # largest initial value; the spread is similar to word2vec's (arXiv 1408.5882)
 
 
 class BiLstm(Model):
-    """Compute logits of whole examples: embedding, one bidirectional LSTM, a ReLU layer, a linear layer. The
-    directions are two LSTMs on padded batches, the second on reversed examples. Packed sequences would give
-    the same result, but fail in torch.export and in the ONNX exporters."""
+    """Classifier of whole examples: an embedding, one bidirectional LSTM, a ReLU layer and a linear layer.
+    Each direction is a separate LSTM on padded batches, and the second LSTM reads reversed examples. Packed
+    sequences would give the same result, but they fail in torch.export and in the ONNX exporters."""
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
@@ -29,8 +29,8 @@ class BiLstm(Model):
         self.drop = KeyedDropout(config.dropout, HEAD_SITE)
 
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
-        """Return [B, L], or [B, 1] for a regression. `real_BS`: False for padding; None = no padding.
-        `seed_B`: int32 keys of the examples, for dropout in training."""
+        """Return logits [B, L], or scores [B, 1] for a regression. `real_BS`: False for padding; None = no
+        padding. `seed_B`: one int32 key per example, for dropout in training."""
         if real_BS is None:
             real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
         encode = self._encode_pair if self.pair else self._encode
@@ -39,22 +39,22 @@ class BiLstm(Model):
         return self.classifier(hidden_B1W)[:, 0]
 
     def _encode_pair(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return [B, 8H]: the states of both texts, their product and their absolute difference."""
-        # in <cls> A <sep> B <sep>, both texts end with the example's last token
+        """Return [B, 8H]: the final states of both texts, their product and their absolute difference."""
+        # an example is <cls> A <sep> B <sep>, so its last token is the separator that also ends A
         separator_B1 = ids_BS.gather(1, length_B[:, None] - 1)
         first_B = (ids_BS == separator_B1).long().argmax(1) + 1
-        place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        second_BS = ids_BS.gather(1, (place_S + first_B[:, None]).clamp(max=ids_BS.shape[1] - 1))
+        index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        second_BS = ids_BS.gather(1, (index_S + first_B[:, None]).clamp(max=ids_BS.shape[1] - 1))
         second_seed_B = None if seed_B is None else fold_in(seed_B, 1)
         one_B2H = self._encode(ids_BS, first_B, seed_B)
         two_B2H = self._encode(second_BS, (length_B - first_B).clamp(min=1), second_seed_B)
         return torch.cat([one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()], dim=-1)
 
     def _encode(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return [B, 2H], the last state of each direction over the first `length_B` tokens."""
+        """Return [B, 2H]: the final state of each direction after the first `length_B` tokens."""
         x_BSE = self.drop_embedding(self.embedding(ids_BS), seed_B)
-        place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        reverse_BS = (length_B[:, None] - 1 - place_S).clamp(min=0)
+        index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        reverse_BS = (length_B[:, None] - 1 - index_S).clamp(min=0)
         reversed_BSE = x_BSE.gather(1, reverse_BS[..., None].expand_as(x_BSE))
         last_B1H = (length_B - 1)[:, None, None].expand(-1, 1, self.left_to_right.hidden_size)
         states = [
@@ -65,8 +65,8 @@ class BiLstm(Model):
 
 
 def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
-    """Build a whole model on the CPU with uniform weights in torch's default ranges, as a pure function of
-    the arguments."""
+    """Build the model on the CPU with uniform weights: embeddings within EMBEDDING_BOUND, other weights in
+    torch's default ranges. The weights depend only on the arguments."""
     model = BiLstm(config, finetune)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Define the encoder with a head for whole examples: class labels, or a score.
+"""Define the encoder with a head that predicts class labels or a score for whole examples.
 
-Axes as in bert_dp.model.bert; W width of a head, L labels.
+Axes: those of bert_dp.model.bert, W head width, L labels.
 """
 
 import torch.nn.functional as F
@@ -10,25 +10,24 @@ from bert_dp.config import FinetuneConfig, ModelConfig, finetuned_head
 from bert_dp.model.bert import EncoderModel, make_norm
 from bert_dp.model.kernels import KeyedDropout
 
-HEAD_SITE = 1_000_000  # of the head's dropout: above every layer's site
-
+HEAD_SITE = 1_000_000  # dropout site of the head, greater than the sites of all layers
 
 HEADS = {
-    # crammed (JonasGeiping/cramming): Linear 1024, tanh, dropout, Linear
+    # head of github.com/JonasGeiping/cramming: Linear 1024, tanh, dropout, Linear
     "recipe": {"bias", "tanh", "drops output"},
-    # as computed by transformers' ...ForSequenceClassification
+    # heads of the ...ForSequenceClassification classes in transformers
     "ModernBERT": {"norm", "drops output"},
     "RobertaPreLayerNorm": {"bias", "tanh", "drops input", "drops output"},
     "EuroBERT": {"bias"},
     "BERT": {"bias", "tanh", "drops output"},
     "RoBERTa": {"bias", "tanh", "drops input", "drops output"},
 }
-"""Parts of each head between the pooled hidden state and the last linear layer: a bias of the dense layer,
-tanh (else GELU), a norm after that, dropout before the dense layer, dropout before the last layer."""
+"""Parts of each head: a bias of the dense layer, tanh (else GELU), a norm after the activation, dropout
+before the dense layer ("drops input"), dropout before the last linear layer ("drops output")."""
 
 
 class ClassificationHead(nn.Module):
-    """Map [B, H] -> [B, L]: dense, activation, norm if the head has one, dropout, linear."""
+    """Classification head with the parts in HEADS: [B, H] -> [B, L]."""
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
@@ -50,7 +49,7 @@ class ClassificationHead(nn.Module):
 
 
 def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
-    """Return [B, H]: the first token's state (cls), or the mean over real tokens."""
+    """Return [B, H]: the state of the first token (`cls`), or the mean over real tokens (`mean`)."""
     if pooling == "cls":
         return x_BSH[:, 0]
     if real_BS is None:
@@ -60,13 +59,13 @@ def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
 
 
 def pair_types(ids_BS: Tensor, sep: int) -> Tensor:
-    """Return the token types [B, S] of framed examples: 0 up to and including the first separator, then 1."""
+    """Return the token types [B, S] of examples: 0 up to and including the first separator, then 1."""
     is_sep_BS = ids_BS == sep
     return (is_sep_BS.cumsum(1) - is_sep_BS.long()).clamp(max=1)
 
 
 class Classifier(EncoderModel):
-    """Compute logits of whole examples."""
+    """Encoder with a classification head for whole examples."""
 
     def __init__(self, config: ModelConfig, sequence_length: int, finetune: FinetuneConfig):
         super().__init__(config, sequence_length)
@@ -80,7 +79,7 @@ class Classifier(EncoderModel):
         seed_B: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return [B, L], or [B, 1] for a regression; see Encoder.encode."""
+        """Return logits [B, L], or scores [B, 1] for a regression. For the arguments, see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_BSH = self.model.encode(x_BSH, real_BS, seed_B, types_BS)
         return self.head(pool(x_BSH, real_BS, self.pooling), seed_B)

@@ -1,7 +1,7 @@
-"""Implement attention over short sequences and the gated GELU in Triton, for NVIDIA GPUs in 16 bits.
+"""Implement attention over short sequences and the gated GELU in Triton, for 16-bit tensors on NVIDIA GPUs.
 
-docs/gpu.md compares their times with those of cuDNN and inductor. Both operators are deterministic and need
-no workspace.
+Both operators are deterministic and need no workspace. docs/gpu.md compares their speed with cuDNN and
+inductor.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def fits(length: int, head_size: int) -> bool:
-    """Return whether `packed_attention` supports these sizes: one program processes all scores of a head."""
+    """Return whether `packed_attention` supports these sizes. One program processes all scores of a head."""
     return length <= 128 and head_size in (16, 32, 64)
 
 
@@ -30,7 +30,7 @@ def probabilities(q, k, column, scale, length):
 
 @triton.jit
 def attend(qkv, out, length, scale, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute one head of one sequence."""
+    """Compute attention for one head of one sequence."""
     batch, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     H: tl.constexpr = HEADS * D
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, D)[None, :]
@@ -49,7 +49,7 @@ def attend(qkv, out, length, scale, HEADS: tl.constexpr, D: tl.constexpr, BLOCK:
 def attend_backward(
     qkv, grad_out, grad_qkv, length, scale, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the gradients of q, k and v for one head of one sequence, recomputing its probabilities."""
+    """Compute the gradients of q, k and v for one head of one sequence, from recomputed probabilities."""
     batch, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     H: tl.constexpr = HEADS * D
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, D)[None, :]
@@ -71,7 +71,7 @@ def attend_backward(
 
 @triton.jit
 def gate(x_gate, out, rows, columns, BLOCK: tl.constexpr):
-    """Write gelu(x) * gate. A row of `x_gate` has x, then its gate."""
+    """Write gelu(x) * gate. Every row of `x_gate` contains x, followed by its gate."""
     row = tl.program_id(0).to(tl.int64) * 4 + tl.arange(0, 4)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -100,10 +100,10 @@ def gate_backward(x_gate, grad_out, grad_x_gate, rows, columns, BLOCK: tl.conste
 
 @triton_op("bert_dp::packed_attention", mutates_args=())
 def packed_attention(qkv_BS3H: Tensor, heads: int) -> Tensor:
-    """Attend over whole sequences of at most 128 tokens, bidirectionally: [B, S, 3 H] -> [B, S, H].
+    """Compute bidirectional attention over sequences of at most 128 tokens: [B, S, 3 H] -> [B, S, H].
 
-    One program processes one head of one sequence, so backward needs neither the output nor the row sums,
-    uses no atomics, and writes the packed gradient.
+    One program processes one head of one sequence, so the backward pass needs neither the output nor the row
+    sums, uses no atomics, and writes the gradients of q, k and v to one packed tensor.
     """
     batch, length, width = qkv_BS3H.shape
     out = qkv_BS3H.new_empty(batch, length, width // 3)
@@ -127,7 +127,7 @@ def packed_attention_backward(qkv_BS3H: Tensor, grad_BSH: Tensor, heads: int) ->
 
 @triton_op("bert_dp::gated_gelu", mutates_args=())
 def gated_gelu(x_gate: Tensor) -> Tensor:
-    """Return gelu(x) * gate, [..., I], where `x_gate` [..., 2 I] is x followed by its gate."""
+    """Return gelu(x) * gate, [..., I]. `x_gate` [..., 2 I] contains x, followed by its gate."""
     columns = x_gate.shape[-1] // 2
     out = x_gate.new_empty(*x_gate.shape[:-1], columns)
     rows = out.numel() // columns

@@ -1,7 +1,7 @@
-"""Map tensor names of transformers to ours, and load the weights that a run starts from.
+"""Map tensor names of transformers to bert-dp's, and load initial weights from files of transformers.
 
-ModernBERT has our names. BERT, RoBERTa and RobertaPreLayerNorm share names, except for the prefix, the head
-and the positions of the norms. Axes as in bert_dp.model.bert.
+ModernBERT has the same names as bert-dp. BERT, RoBERTa and RobertaPreLayerNorm share their names, except for
+the prefix, the head and the positions of the norms. Axes: those of bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 from bert_dp.config import Config, ConfigError, Issue, ModelConfig, hf_issues, native_class, tokenizer_issues
 from bert_dp.config.hf import WEIGHTS
 
-FRONTS = {"BERT": "bert.", "RoBERTa": "roberta.", "RobertaPreLayerNorm": "roberta_prelayernorm."}
+PREFIXES = {"BERT": "bert.", "RoBERTa": "roberta.", "RobertaPreLayerNorm": "roberta_prelayernorm."}
 DECODER_BIAS = {"ModernBERT": "decoder.bias", "BERT": "cls.predictions.bias"}
 DECODER_BIAS |= dict.fromkeys(("RoBERTa", "RobertaPreLayerNorm"), "lm_head.bias")
 PROJECTIONS = {"q": "query", "k": "key", "v": "value"}
@@ -35,22 +35,22 @@ NORMS = {
     "post": (("attention.output.LayerNorm", "attn_norm"), ("output.LayerNorm", "mlp_norm")),
 }
 DROPPED = ("pooler.", "classifier.", "cls.seq_relationship.", "qa_outputs.")
-"""Name prefixes of heads that are not loaded."""
+"""Name prefixes of the heads that are not loaded."""
 NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias")
-"""Name suffixes of buffers and of a tied decoder, which is the embedding with a separate bias."""
+"""Name suffixes to skip: buffers, and the tied decoder, which repeats the embedding and another bias."""
 
 
-def bert_names(model: ModelConfig, family: str, front: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
-    """Yield (their name, our name) of each table, norm and linear layer of BERT, RoBERTa or
-    RobertaPreLayerNorm, without ".weight" and ".bias", and without query, key and value. `front`: prefix of
-    their names for the encoder; `has_head`: include the token-prediction head, except the decoder."""
-    for theirs, ours in IN_EMBEDDINGS.items():
-        yield f"{front}embeddings.{theirs}", f"model.embeddings.{ours}"
+def bert_names(model: ModelConfig, family: str, prefix: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
+    """Yield (name in transformers, name in bert-dp) of each table, norm and linear layer of BERT, RoBERTa or
+    RobertaPreLayerNorm, except query, key and value. Names have no ".weight" or ".bias". `prefix`: prefix of
+    the encoder in transformers. `has_head`: include the token-prediction head, without its decoder."""
+    for hf_name, own_name in IN_EMBEDDINGS.items():
+        yield f"{prefix}embeddings.{hf_name}", f"model.embeddings.{own_name}"
     for i in range(model.num_layers):
-        for theirs, ours in (*IN_BLOCKS, *NORMS[model.norm_position]):
-            yield f"{front}encoder.layer.{i}.{theirs}", f"model.layers.{i}.{ours}"
+        for hf_name, own_name in (*IN_BLOCKS, *NORMS[model.norm_position]):
+            yield f"{prefix}encoder.layer.{i}.{hf_name}", f"model.layers.{i}.{own_name}"
     if model.norm_position == "pre":
-        yield f"{front}LayerNorm", "model.final_norm"
+        yield f"{prefix}LayerNorm", "model.final_norm"
     if has_head:
         is_bert = family == "BERT"
         yield "cls.predictions.transform.dense" if is_bert else "lm_head.dense", "head.dense"
@@ -60,9 +60,9 @@ def bert_names(model: ModelConfig, family: str, front: str, *, has_head: bool) -
 def load_hf(
     directory: Path, config: Config, tokenizer: str | None
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the parameters in DIR/model.safetensors by our names, and the names of those not loaded.
-    `tokenizer`: hash of the data's tokenizer. Raises ConfigError for a file that cannot be read or does not
-    fit."""
+    """Return the parameters in DIR/model.safetensors under bert-dp's names, and the names of tensors that are
+    not loaded. `tokenizer`: hash of the data's tokenizer. Raise ConfigError if the file cannot be read or
+    does not fit the configuration."""
     issues = hf_issues(directory, config)
     if tokenizer is not None:
         issues += tokenizer_issues(directory, tokenizer)
@@ -80,20 +80,20 @@ def load_hf(
 
 
 def from_modernbert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under our names. Raises ConfigError for a key bias, which our attention lacks."""
+    """Yield the parameters under bert-dp's names. Raise ConfigError if a key bias is not zero."""
     is_bare = not any(name.startswith("model.") for name in tensors)  # saved from AutoModel
-    for theirs, tensor in tensors.items():
-        name = f"model.{theirs}" if is_bare else theirs
-        if theirs == "decoder.weight":  # tied to the embedding
+    for hf_name, tensor in tensors.items():
+        name = f"model.{hf_name}" if is_bare else hf_name
+        if hf_name == "decoder.weight":  # tied to the embedding
             continue
-        if theirs == "decoder.bias":
+        if hf_name == "decoder.bias":
             yield "head.decoder_bias", tensor
         elif name.endswith(".Wqkv.bias"):
             layer = name.removesuffix(".Wqkv.bias")
             query_H, key_H, value_H = tensor.chunk(3)
             if key_H.any():
-                message = f"{theirs} has a key bias, which our attention lacks"
-                raise ConfigError([Issue("run.init_from", "unsupported", message, theirs)])
+                message = f"{hf_name} has a key bias, which bert-dp does not support"
+                raise ConfigError([Issue("run.init_from", "unsupported", message, hf_name)])
             yield f"{layer}.q_bias", query_H.clone()
             yield f"{layer}.v_bias", value_H.clone()
         else:
@@ -103,10 +103,10 @@ def from_modernbert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
 def from_bert(
     tensors: Mapping[str, Tensor], config: Config, family: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the parameters of BERT, RoBERTa or RobertaPreLayerNorm under our names, and the names of those
-    not loaded. Raises ConfigError for missing tensors, or tensors that the class does not have."""
+    """Return the parameters of BERT, RoBERTa or RobertaPreLayerNorm under bert-dp's names, and the names of
+    tensors that are not loaded. Raise ConfigError if tensors are missing, or unknown to the class."""
     left = {
-        name.removeprefix(FRONTS[family]).replace(".gamma", ".weight").replace(".beta", ".bias"): tensor
+        name.removeprefix(PREFIXES[family]).replace(".gamma", ".weight").replace(".beta", ".bias"): tensor
         for name, tensor in tensors.items()
     }
     missing: list[str] = []
@@ -118,16 +118,16 @@ def from_bert(
 
     has_head = config.objective.name == "mlm"
     state: dict[str, Tensor] = {"head.decoder_bias": take(DECODER_BIAS[family])} if has_head else {}
-    for theirs, ours in bert_names(config.model, family, "", has_head=has_head):
-        for leaf in ("weight",) if ours.endswith("_embeddings") else ("weight", "bias"):
-            state[f"{ours}.{leaf}"] = take(f"{theirs}.{leaf}")
+    for hf_name, own_name in bert_names(config.model, family, "", has_head=has_head):
+        for leaf in ("weight",) if own_name.endswith("_embeddings") else ("weight", "bias"):
+            state[f"{own_name}.{leaf}"] = take(f"{hf_name}.{leaf}")
     dropped = []
     for i in range(config.model.num_layers):
-        ours, theirs = f"model.layers.{i}.attn", f"encoder.layer.{i}.attention.self"
-        roles = {role: f"{theirs}.{word}" for role, word in PROJECTIONS.items()}
-        state[f"{ours}.Wqkv.weight"] = torch.cat([take(f"{name}.weight") for name in roles.values()])
-        state |= {f"{ours}.{role}_bias": take(f"{roles[role]}.bias") for role in "qv"}
-        # without rotary positions a key bias shifts all scores of a query alike, which softmax ignores
+        own_name, hf_name = f"model.layers.{i}.attn", f"encoder.layer.{i}.attention.self"
+        roles = {role: f"{hf_name}.{word}" for role, word in PROJECTIONS.items()}
+        state[f"{own_name}.Wqkv.weight"] = torch.cat([take(f"{name}.weight") for name in roles.values()])
+        state |= {f"{own_name}.{role}_bias": take(f"{roles[role]}.bias") for role in "qv"}
+        # without rotary positions a key bias shifts all scores of a query equally, so it has no effect
         if left.pop(f"{roles['k']}.bias", torch.zeros(1)).any():
             dropped.append(f"{roles['k']}.bias")
     heads = DROPPED if has_head else (*DROPPED, "cls.", "lm_head.")

@@ -1,4 +1,4 @@
-"""Define the interface between a model and engines, optimizers and the compiler."""
+"""Define the model interface that engines, optimizers and the compiler use."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,23 +6,23 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """Base of a task's model. The defaults suit a small model that is never split."""
+    """Base class of the models of all tasks. The defaults suit a small model that is never split."""
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the modules that fsdp shards, and activation checkpointing recomputes, one by one."""
+        """Return the modules that fsdp shards, and that activation checkpointing recomputes, one by one."""
         return ()
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the modules that torch.compile compiles, each to a separate graph."""
+        """Return the modules that torch.compile compiles separately."""
         return ()
 
     def tensor_plan(self) -> Mapping[str, tuple[int, int]] | None:
-        """Return how tensor parallelism splits parameters: name -> (dimension, number of matrices fused along
-        it); the others stay whole. None = the model cannot be split."""
+        """Return the parameters that tensor parallelism splits: name -> (dimension, number of matrices fused
+        along this dimension). Other parameters stay whole. None = the model cannot be split."""
         return None
 
     def is_decayed(self, name: str) -> bool:
-        """Return whether a parameter has weight decay: all but biases and norms (as in the recipe)."""
+        """Return whether weight decay applies to a parameter. It does not apply to biases and norms."""
         return "bias" not in name and "norm" not in name
 
     def is_matrix(self, name: str) -> bool:
@@ -30,5 +30,5 @@ class Model(nn.Module):
         return False
 
     def is_pretrained(self, name: str) -> bool:
-        """Return whether run.init_from provides a tensor; the others start from their seeded values."""
+        """Return whether run.init_from provides a tensor. Other tensors keep their seeded initial values."""
         return True

@@ -1,8 +1,8 @@
-"""Compute products with oneDNN, the gradient of embedding rows, and dropout keyed by example and site.
+"""Compute matrix products with oneDNN, gradients of embedding rows, and dropout keyed by example and site.
 
-The dropped elements follow from each example's key (`data.key32` of seed, epoch and index), the site in the
-model, and row and column in the unsharded tensor. So they do not change with the micro batch, the padded
-length, the rank or the shard, and a recomputed block drops the same elements.
+The dropped elements depend only on the example's key (`data.stream.key32` of seed, epoch and index), the site
+in the model, and the row and column in the unsharded tensor. Therefore, they do not change with the micro
+batch, the padded length, the rank or the shard, and a recomputed block drops the same elements again.
 """
 
 import importlib.util
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from bert_dp.config import cpu_field
 
-# torch uses MKL for fp32 products on x86, but includes oneDNN too. For a training step's products oneDNN
-# takes 5-10 % less time on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3) and 39 % more on
-# Intel (Xeon, AVX-512): benchmarks/RESULTS.md
+# On x86, torch computes fp32 products with MKL, but it also includes oneDNN. For the products of a training
+# step, oneDNN takes 5-10 % less time than MKL on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3)
+# and 39 % more on Intel with AVX-512 (Xeon); see benchmarks/RESULTS.md
 USES_ONEDNN = (
     cpu_field("vendor_id") == "AuthenticAMD"
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -28,14 +28,14 @@ HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton
 
 
 def takes_gpu_kernel(x: Tensor) -> bool:
-    """Return whether bert_dp.model.gpu_kernels supports `x`: 16 bits on an NVIDIA GPU, not during export."""
+    """Return whether gpu_kernels supports `x`: a 16-bit tensor on an NVIDIA GPU, except during export."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
     return HAS_TRITON and narrow and x.device.type == "cuda" and not torch.compiler.is_exporting()
 
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N]. A custom operator: inductor uses oneDNN's only with constant weights."""
+    """Return a @ b.T, [M, N], with oneDNN, which inductor itself calls only for constant weights."""
     return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
@@ -57,15 +57,14 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N], by the faster library for this device and dtype. For code with its own
-    backward."""
+    """Return a @ b.T, [M, N], by the faster library for this device and dtype. Callers compute gradients."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear, by oneDNN if it is faster. Sharded weights, autocast, other dtypes and devices, and
-    exported graphs use torch's own implementation."""
+    """Compute F.linear, with oneDNN if it is faster. Sharded weights, autocast, dtypes other than fp32, GPUs
+    and exported graphs use torch's implementation."""
     if not (
         USES_ONEDNN
         and x.device.type == "cpu"
@@ -87,29 +86,29 @@ class Linear(nn.Linear):
 
 
 def widened(logits_PV: Tensor) -> Tensor:
-    """Convert to at least fp32, for cross entropies."""
+    """Return the logits in at least fp32, for computing cross entropies."""
     return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
 
 
 def add_row_gradients(
     grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None = None
 ) -> Tensor:
-    """Add the gradient of every looked-up row to grad_VH in place. Positions set in `foreign_BS` are ignored;
-    their ids may be any below V."""
+    """Add the gradients of the looked-up rows to grad_VH in place. `foreign_BS`: True for positions to
+    ignore, whose ids may be any numbers below V."""
     add = add_dense if grad_VH.device.type == "cuda" else add_by_index
     return add(grad_VH, ids_BS, grad_BSH, foreign_BS)
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add row by row, the fastest on a CPU. On a GPU one warp would process a row's positions serially."""
+    """Add row by row, which is fastest on a CPU. On a GPU, one warp would process each row serially."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add with the kernel of nn.Embedding's backward, which sums a row's positions in parallel, and 16-bit
-    gradients in fp32. Foreign positions go to a padding row after the last one, which the kernel skips."""
+    """Add with the backward kernel of nn.Embedding, which sums the positions of a row in parallel, in fp32
+    for 16-bit gradients. Positions in `foreign_BS` use an added padding row, which the kernel skips."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)
@@ -119,11 +118,11 @@ def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Ten
     return grad_VH.add_(dense_VH)
 
 
-ROW = 2**17  # stride of a row: larger than any number of columns; rows times it stay below 2^31
+ROW = 2**17  # stride of a row: exceeds any number of columns, and rows * ROW stays below 2^31
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Apply a bijection of int32 to itself (C. Wellons, hash-prospector, "lowbias32")."""
+    """Hash int32 values bijectively ("lowbias32" from C. Wellons's hash-prospector)."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -132,32 +131,32 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
-    """Derive a site's key from `key`: int32, broadcast over both shapes. `site`: an int, or an int32 tensor
-    on the same device."""
-    if isinstance(site, int):  # filled on the device: copying a number would block the host
+    """Return the int32 keys of a dropout site, with the broadcast shape of `key` and `site`. `site`: an int,
+    or an int32 tensor on the same device."""
+    if isinstance(site, int):  # filled on the device, because copying a number would block the host
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))
 
 
 def dropped(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
-    """Return [*key.shape, rows, columns] bool, True with probability p, for int32 keys."""
+    """Return bool [*key.shape, rows, columns], True for elements to drop (probability p). `key`: int32."""
     row_R1 = torch.arange(rows, dtype=torch.int32, device=key.device)[:, None] * ROW
     column_C = torch.arange(columns, dtype=torch.int32, device=key.device)
     return (mix32(key[..., None, None] ^ (row_R1 + column_C)) & 0x7FFFFFFF) < int(p * 2**31)
 
 
 class KeyedDropout(nn.Module):
-    """In training, zero the elements selected by `dropped` and divide the others by 1 - p."""
+    """Dropout: in training, zero the elements selected by `dropped` and divide the others by 1 - p."""
 
     def __init__(self, p: float, site: int):
         super().__init__()
         self.p, self.site = p, site
 
     def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
-        """Apply dropout to x, [*key.shape, rows, columns]. Raises ValueError in training without a key."""
+        """Apply dropout to x, [*key.shape, rows, columns]. Raise ValueError in training if `key` is None."""
         if not self.training or not self.p:
             return x
         if key is None:
-            raise ValueError("dropout needs a key per example to derive its random numbers from")
+            raise ValueError("dropout needs a key per example, from which it derives random numbers")
         out = dropped(fold_in(key, self.site), x.shape[-2], x.shape[-1], self.p)
         return (x / (1 - self.p)).masked_fill(out, 0.0)

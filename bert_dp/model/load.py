@@ -1,4 +1,4 @@
-"""Build a rank's model with its initial state; load a trained model."""
+"""Build the model of a rank with its initial state, and load trained models."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ RunModel = CrammedBert | Classifier | BiLstm
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
-    """Model for inference, on the CPU and in eval mode, with the facts of its checkpoint."""
+    """Model for inference, on the CPU and in eval mode, with the metadata and tokenizer of its checkpoint."""
 
     path: Path
     facts: files.CheckpointFacts
@@ -44,29 +44,30 @@ class LoadedCheckpoint:
 
 
 def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
-    """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest valid checkpoint)
-    or of one checkpoint.
+    """Load the model, on the CPU and in eval mode, and the tokenizer of one checkpoint, or of the newest
+    valid checkpoint of a run.
 
     `model.model(ids_BS)` returns hidden states [B, S, H], except for a BiLSTM, which has none. `model(ids_BS,
-    positions_P)` of a pretrained run returns logits [P, V] at flat positions b * S + s; `model(ids_BS,
-    real_BS)` of a finetuned or distilled run returns logits of whole examples [B, L]. Models are pretrained
-    without <cls>: encode with `add_special_tokens=False`. Raises ConfigError.
+    positions_P)` of a pretrained run returns logits [P, V] at flat positions b * S + s. `model(ids_BS,
+    real_BS)` of a finetuned or distilled run returns logits [B, L] of whole examples. Pretraining uses no
+    <cls>, so encode texts for a pretrained run with `add_special_tokens=False`. Raise ConfigError if no
+    checkpoint is valid.
     """
     loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
     return loaded.model, loaded.tokenizer
 
 
 def load_checkpoint(path: Path) -> LoadedCheckpoint:
-    """Load model and tokenizer of a checkpoint that `checkpoint.resolve` has verified. Raises ConfigError."""
+    """Load the model and tokenizer of a verified checkpoint. Raise ConfigError if they are unusable."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     if config.task is not None:
-        message = f"the model of {path} is defined in {config.task}, which is not executed here"
-        hint = "load its model.safetensors into your model"
+        message = f"the model of {path} is defined in {config.task}, which bert-dp executes only in training"
+        hint = "load the checkpoint's model.safetensors into your own model"
         raise ConfigError([Issue("task", "unsupported", message, config.task, hint=hint)])
     model = make_model(config)
     model.to(next(iter(state["model"].values())).dtype)
-    state["optimizer"] = {}  # half of the memory, and not needed here
+    state["optimizer"] = {}  # frees memory, because inference does not need it
     if issues := checkpoint.state_issues(path, state, model):
         raise ConfigError(issues)
     model.load_state_dict(state["model"])
@@ -74,7 +75,7 @@ def load_checkpoint(path: Path) -> LoadedCheckpoint:
 
 
 def make_model(config: Config) -> RunModel:
-    """Build the model that a run of `config` trains, with arbitrary weights."""
+    """Build the model that a run of `config` trains, with arbitrary initial weights."""
     length = config.data.sequence_length
     if config.model.lstm_size:
         return BiLstm(config.model, config.finetune)
@@ -84,7 +85,7 @@ def make_model(config: Config) -> RunModel:
 
 
 def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
-    """Return the whole model on its device, and whether it is compiled."""
+    """Build the whole model on the rank's device. Return the model, and True if it is compiled."""
     config = rank.config
     model = rank.task.build_model(config.run.seed).to(rank.device, precision.parameters)
     if config.parallel.activation_checkpointing:
@@ -96,32 +97,32 @@ def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
 
 
 def is_compiled(config: Config, device: str) -> bool:
-    """Return whether to compile; for `compile: auto`, on a GPU except with DeepSpeed stage 3."""
+    """Return whether to compile the model. `auto` compiles on a GPU, except with DeepSpeed stage 3."""
     if config.compile != "auto":
         return config.compile == "on"
-    # deepspeed's hooks on every module in stage 3 make torch recompile until it gives up
+    # in stage 3, DeepSpeed's hooks on every module make torch recompile until it reaches a limit
     is_hooked = config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3
     return device == "cuda" and not is_hooked
 
 
 def recompute_blocks(model: Model) -> None:
-    """Keep only each block's input for the backward pass, which recomputes the block."""
+    """Make every block keep only its input for the backward pass, which recomputes the block."""
     for block in model.blocks():
         block.forward = types.MethodType(forward_recomputed, block)
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. Dynamo skips torch's own frames and everything they
-    call, so the method must be ours; as a method of the block, it lets one graph serve all blocks."""
+    """Run a block, and recompute it in the backward pass. Dynamo skips torch's frames and all that they call,
+    so this function must be outside torch. As a method of the block, it lets all blocks share a graph."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
-    """Compile in place, keeping parameter names."""
-    # otherwise Dynamo splits each part's graph at DDP's buckets, whose hooks fire in any case
+    """Compile the parts of the model in place, which keeps the parameter names."""
+    # if enabled, Dynamo splits every graph at DDP's buckets, which DDP's hooks do not require
     torch._dynamo.config.optimize_ddp = False
-    # one graph per length in finetuning, with and without padding, in training and in evaluation, for a first
-    # block that differs from the others, and for global and local attention
+    # finetuning needs one graph per length, with and without padding, in training and in evaluation, for the
+    # first block if it differs from the others, and for global and local attention
     limit = 16 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
@@ -132,9 +133,9 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
-    the model's own, except that run.init_from provides those in `Model.is_pretrained`, with the optimizer's
-    state if run.init_keeps is moments. Collective. Raises ConfigError if they do not fit."""
+    """Return the initial canonical state of a run, on the host, and a record of its source. The weights come
+    from `model`, except that run.init_from provides the tensors selected by `Model.is_pretrained`, and the
+    optimizer state if run.init_keeps is `moments`. Collective. Raise ConfigError if they do not fit."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:
@@ -146,7 +147,7 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        # rank 0 chooses, because the other run may continue and remove checkpoints
+        # rank 0 chooses for all, because the source run may still be training and remove checkpoints
         path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)
@@ -154,8 +155,8 @@ def first_state(
     loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
     fresh = {name: t for name, t in own.items() if not model.is_pretrained(name)}
     start: State = {
-        "model": {**fresh, **_as_wide_as(dtype, loaded)},
-        "optimizer": _as_wide_as(dtype, state["optimizer"]),
+        "model": {**fresh, **_with_dtype(dtype, loaded)},
+        "optimizer": _with_dtype(dtype, state["optimizer"]),
         "scaler": {},
     }
     if issues := checkpoint.state_issues(path, start, model):
@@ -165,8 +166,8 @@ def first_state(
 
 
 def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> State:
-    """Read the part of a checkpoint that a run starts from. `tokenizer`: hash of the data's tokenizer. Raises
-    ConfigError if it does not fit."""
+    """Load the tensors of a checkpoint that a run starts from. `tokenizer`: hash of the data's tokenizer.
+    Raise ConfigError if the checkpoint does not fit the run."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
@@ -176,13 +177,13 @@ def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None)
         issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:
-        message = f"moments, but {path} was saved before the first step and has none"
+        message = f"{path} was saved before the first step and has no moments"
         issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
     if issues:
         raise ConfigError(issues)
     return {**state, "optimizer": state["optimizer"] if keeps_moments else {}}
 
 
-def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert floating-point tensors to `dtype`; leave scalars, such as a step count, unchanged."""
+def _with_dtype(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert floating-point tensors to `dtype`, but keep scalars, such as a step count, unchanged."""
     return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""Define the interface of a task: a run's model, data, loss and evaluation. A task is one file."""
+"""Define the interface of a task, which provides a run's model, data, loss and evaluation."""
 
 import dataclasses
 import importlib
@@ -18,15 +18,15 @@ from bert_dp.model.interface import Model
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives
 
-LENGTH_MULTIPLE = 16  # padded lengths are multiples of it: few shapes to compile
+LENGTH_MULTIPLE = 16  # padded lengths are multiples of this, so that few shapes are compiled
 
 
 class MicroBatch(Protocol):
-    """One micro batch, on the host until `to`; its other fields depend on the task."""
+    """Micro batch, on the host until `to` copies it. Its other fields depend on the task."""
 
     @property
     def sample_ids(self) -> NDArray[Any]:
-        """[B] positions in the endless training stream."""
+        """Return the positions [B] in the endless training stream."""
 
     def to(self, device: torch.device) -> Self: ...
 
@@ -34,10 +34,10 @@ class MicroBatch(Protocol):
 
 
 class Stream(Protocol):
-    """Yield a replica's micro batches in order."""
+    """Micro batches of a replica, in order."""
 
     wait_s: float
-    """Seconds for which `next` has blocked so far."""
+    """Total seconds for which `next` has blocked."""
 
     def next(self) -> MicroBatch: ...
 
@@ -53,15 +53,15 @@ class DatasetInfo:
     tokenizer: str | None
     """SHA-256 of the tokenizer file."""
     num_samples: int
-    """Samples in an epoch."""
+    """Number of samples in an epoch."""
     num_evaluated: int = 0
-    """Samples in an evaluation."""
+    """Number of samples in an evaluation."""
     tokenizer_file: Path | None = None
-    """Copied into the run directory, and from there into every checkpoint."""
+    """Tokenizer file to copy into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
     uniform_entropy_nats: float | None = None
     tokens_per_sample: float | None = None
-    """Mean over an epoch, without padding; None = data.sequence_length."""
+    """Mean number of tokens over an epoch, without padding; None = data.sequence_length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Context:
     dp_rank: int
     dp_size: int
     tensor: int
-    """Ranks in one replica, which receive the same batches."""
+    """Number of ranks in each replica, which all receive the same batches."""
     progress: Callable[[], None]
-    """Called by the task after each batch."""
+    """Function that the task calls after each batch."""
     stopped: Callable[[], bool]
-    """Called by the task before each batch; all ranks must call it equally often and get the same answer.
-    Collective."""
+    """Collective function that the task calls before each batch. All ranks must call it equally often, and
+    all get the same result: True = stop the evaluation."""
     run_dir: Path | None = None
-    """Directory in which this rank writes predictions per example; None = do not write."""
+    """Directory for results per example or sequence; None = this rank does not write them."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Sum elementwise, counting each replica once. Collective."""
@@ -90,7 +90,7 @@ class Context:
 
 
 def write_or_warn(path: Path, text: str) -> None:
-    """Replace a result file of an evaluation. On failure print a warning: a full disk must not stop a run."""
+    """Replace a result file of an evaluation. Print a warning on failure: a full disk must not stop a run."""
     try:
         path.unlink(missing_ok=True)  # older results belong to an earlier model
         files.write_text(path, text)
@@ -99,33 +99,33 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 class Task(Protocol):
-    """Define a run's model, data, loss and evaluation. A task is created from the configuration and the
-    rank's device, without reading data. A new task is a file here, its name in TASKS and in `objective.name`
-    of `config/schema.py`, and its own parity test."""
+    """Model, data, loss and evaluation of a run. `make_task` creates a task from the configuration and the
+    rank's device, without reading data. To add a task, write a module and a parity test, and add the task's
+    name to TASKS and to `objective.name` in config/schema.py."""
 
     @property
     def flops_per_token(self) -> float | None:
-        """Model FLOPs of forward and backward per input token, from cost.py; None = unknown."""
+        """Return the model FLOPs per input token, forward and backward (see cost.py); None = unknown."""
 
     def open_data(self) -> DatasetInfo:
-        """Build or find the data; called once, before the rendezvous. Raises ConfigError."""
+        """Build or find the data, once and before the rendezvous. Raise ConfigError if this fails."""
 
     def build_model(self, seed: int) -> Model:
-        """Build a whole model on the CPU, the same on every rank."""
+        """Build the whole model on the CPU, with the same weights on every rank."""
 
     def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> Stream:
-        """Return a replica's micro batches from `start_sample` on, a pure function of (seed, epoch, sample).
-        Micro batches are assigned to the replicas round-robin."""
+        """Return a replica's micro batches from `start_sample` on. Their contents depend only on (seed,
+        epoch, sample). Micro batches are assigned to the replicas round-robin."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the SUM over a micro batch's targets, a device scalar; the batch is on the device."""
+        """Return the SUM of the loss over a micro batch's targets, as a scalar on the device of `batch`."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Return the number of targets in `count` samples, identical on every rank, without sampling them."""
+        """Compute the number of targets in `count` samples without building them, equal on every rank."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Return the fields of files.models.HeldOut over all replicas; None if there is no held-out data or
-        `context.stopped` returned True. The model is in eval mode. Collective."""
+        """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None
+        if there is no held-out data or `context.stopped` returned True. Collective."""
 
     def example_batch(self, micro_size: int) -> MicroBatch:
         """Return a synthetic micro batch of the largest shapes."""
@@ -139,8 +139,7 @@ TASKS = {name: f"bert_dp.tasks.{name}" for name in ("mlm", "finetune", "distill"
 
 def make_task(config: Config, device: torch.device) -> Task:
     """Create the configured task."""
-    if config.task is not None:
-        own: Task = load_function(config.task)(config, device)
-        return own
-    task: Task = importlib.import_module(TASKS[config.objective.name]).make_task(config, device)
+    module = TASKS[config.objective.name]
+    make = load_function(config.task) if config.task else importlib.import_module(module).make_task
+    task: Task = make(config, device)
     return task

@@ -1,5 +1,5 @@
-"""Distil a teacher's logits into a student, on the examples in a prepared directory. Axes as in
-bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers in a vector."""
+"""Distil a teacher's logits into a student on the examples of a prepared directory. Axes: those of
+bert_dp.tasks.finetune, V vocabulary size, E embedding size."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +24,14 @@ from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.finetune import Finetuning, LabelledBatch
 from bert_dp.training import checkpoint
 
-TABLES = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # of a transformer, of a BiLSTM
+EMBEDDINGS = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # in a transformer, in a BiLSTM
 
 
 class Distillation(Finetuning):
-    """See `bert_dp.tasks.Task`. Evaluation is the same as in finetuning."""
+    """Task of distillation, evaluated like finetuning; see `bert_dp.tasks.Task`."""
 
     def open_data(self) -> DatasetInfo:
-        """Open the prepared directory and the logits of its train split. Raises ConfigError."""
+        """Open the prepared directory and the teacher's logits. Raise ConfigError if they do not fit."""
         info = super().open_data()
         outputs = self._config.finetune.num_outputs
         self._logits_NL = read_logits(Path(self._config.distill.logits or ""), len(self._train), outputs)
@@ -67,8 +67,8 @@ class Distillation(Finetuning):
             loss = distill.temperature**2 * divergence
         if not distill.alpha:
             return loss
-        of_labels = self._loss(student_BL, batch.labels) / self._targets_of_example
-        return torch.lerp(loss, of_labels, distill.alpha)
+        label_loss = self._loss(student_BL, batch.labels) / self._targets_of_example
+        return torch.lerp(loss, label_loss, distill.alpha)
 
     def num_targets(self, first_sample: int, count: int) -> int:
         """Count one target per example."""
@@ -86,13 +86,13 @@ class Distillation(Finetuning):
 
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
-    """Overwrite the rows of tokens that have vectors in a run or a text file. Raises ConfigError for a file
-    that cannot be read, has vectors of another width, or contains no token of the vocabulary."""
+    """Replace the embeddings of tokens that have vectors in a run or in a text file. Raise ConfigError if the
+    file cannot be read, has vectors of another width, or contains no token of the vocabulary."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():
         tensors = load_file(checkpoint.resolve(str(path)) / "model.safetensors")
-        (table_VE,) = (tensors[name] for name in TABLES if name in tensors)
+        (table_VE,) = (tensors[name] for name in EMBEDDINGS if name in tensors)
         rows = dict(enumerate(table_VE[: len(weight_VE)]))
     else:
         vocabulary = {token.removeprefix("Ġ"): i for token, i in tokenizer.get_vocab().items()}
@@ -103,8 +103,10 @@ def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None
                     rows[i] = torch.tensor([float(number) for number in numbers])
     widths = {len(row) for row in rows.values()}
     if widths != {width}:
-        found = f"vectors of {', '.join(map(str, sorted(widths)))} numbers" if widths else "no known token"
-        message, hint = f"{path} has {found}, but the model has {width}", "change model.hidden_size"
+        message, hint = f"{path} has no vector for a token of the vocabulary", "choose other embeddings"
+        if widths:
+            message = f"{path} has vectors of size {', '.join(map(str, sorted(widths)))}, not {width}"
+            hint = "change model.hidden_size"
         raise ConfigError([Issue(setting, "conflict", message, str(path), "model.hidden_size", hint)])
     with torch.no_grad():
         for i, row in rows.items():

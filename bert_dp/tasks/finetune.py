@@ -1,6 +1,6 @@
-"""Finetune for labels or scores of whole examples, on a prepared directory (bert_dp.examples).
+"""Finetune a model to predict labels or scores of whole examples in a prepared directory (bert_dp.examples).
 
-Axes: B examples of a micro batch, S positions of its longest example, L labels.
+Axes: N examples of a split, B examples of a micro batch, S positions of its longest example, L labels.
 """
 
 import itertools
@@ -29,26 +29,26 @@ from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo, write_or_warn
 
 @dataclass(frozen=True)
 class LabelledBatch(TensorBatch):
-    """Labelled examples. `real_BS`: False for padding; None = no padding."""
+    """Micro batch of examples. `real_BS`: False for padding; None = no padding."""
 
     ids_BS: Tensor
     real_BS: Tensor | None
     labels: Tensor | None
-    """[B] int64 classes, or scores in the parameters' dtype, or [B, L] independent labels."""
+    """Classes [B] (int64), scores [B] (float32) or independent labels [B, L]; None = no labels."""
     seed_B: Tensor
     types_BS: Tensor | None
-    """Token types; None for a model without them."""
+    """Token types; None for a model without token types."""
     logits_BL: Tensor | None = None
-    """The teacher's logits, in distillation."""
+    """Logits of the teacher in distillation."""
 
     @property
     def types(self) -> dict[str, Tensor]:
-        """Return the argument for a model with token types."""
+        """Return the keyword arguments for token types, empty for a model without token types."""
         return {} if self.types_BS is None else {"types_BS": self.types_BS}
 
 
 class Finetuning:
-    """See `bert_dp.tasks.Task`."""
+    """Task of finetuning; see `bert_dp.tasks.Task`."""
 
     def __init__(self, config: Config, device: torch.device):
         self._config, self._pin = config, device.type == "cuda"
@@ -57,7 +57,7 @@ class Finetuning:
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
     def open_data(self) -> DatasetInfo:
-        """Open the prepared directory. Raises ConfigError if it is damaged or does not fit the settings."""
+        """Open the prepared directory. Raise ConfigError if it is damaged or does not fit the settings."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
         if issues := manifest.issues(self._config):
@@ -95,13 +95,13 @@ class Finetuning:
         return self._loss(logits, batch.labels)
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Count one target per example, or one per label if labels are independent."""
+        """Count one target per example, or one per label if the labels are independent."""
         return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Score every labelled split, counting each example once, and write predictions for all splits.
-        `loss` is the mean over the examples of dev (for MNLI, of both dev splits). There are no scores if
-        logits are not finite."""
+        """Score every labelled split, each example once, and write predictions for all splits. `loss` is the
+        mean over the examples of dev (for MNLI, of both dev splits). A split has no scores if logits are not
+        finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
             logits_NL = self._logits(model, examples, context)
@@ -117,7 +117,7 @@ class Finetuning:
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
-        """Return the measurements of `evaluate`."""
+        """Return the measurements for `evaluate`; None if no dev split has labels."""
         scores: dict[str, float] = {}
         one_class: list[str] = []
         total, count = 0.0, 0
@@ -155,7 +155,7 @@ class Finetuning:
         return result
 
     def example_batch(self, micro_size: int) -> LabelledBatch:
-        """Return random tokens, with padding at the end of each example so that there is a mask."""
+        """Return a micro batch of random tokens. Every example ends with padding, so that there is a mask."""
         config, outputs = self._config, self._config.finetune.num_outputs
         g = torch.Generator().manual_seed(config.run.seed)
         length = config.data.sequence_length
@@ -172,7 +172,7 @@ class Finetuning:
         return LabelledBatch(index, ids_BS, real_BS, labels, key32(hash64(0, index)), types_BS)
 
     def _loss(self, logits_BL: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum over the targets."""
+        """Return the sum of the loss over the targets."""
         if self._kind == "single_label":
             return F.cross_entropy(logits_BL, labels, reduction="sum")
         labels = labels.to(logits_BL.dtype)
@@ -181,8 +181,8 @@ class Finetuning:
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
     def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
-        """Return the micro batch at these stream positions. Examples are sorted by length within their global
-        batch, which is a random set."""
+        """Return the micro batch at these positions in the training stream. A global batch is a random set of
+        examples, sorted by length to reduce padding."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size
         epoch, within = np.divmod(np.arange(first, first + size), n)
@@ -196,7 +196,7 @@ class Finetuning:
     def _batch(
         self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], seed_B: Tensor
     ) -> LabelledBatch:
-        """Return examples padded to the longest one, rounded up."""
+        """Return a batch, padded to its longest example and then to a multiple of LENGTH_MULTIPLE."""
         special, length_B = self._manifest.special_tokens, examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)
@@ -211,8 +211,8 @@ class Finetuning:
         return LabelledBatch(sample_ids, ids_BS, real, labels, seed_B, types_BS)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
-        """Yield this replica's batches, sorted by length. Every replica gets equally many, padded with the
-        longest example, so that engines which communicate in the forward pass stay synchronised."""
+        """Yield this replica's batches, sorted by length. All replicas get the same number of batches, filled
+        up with the longest example, because some engines communicate in the forward pass."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))
@@ -222,9 +222,8 @@ class Finetuning:
             yield self._batch(examples, index_B, index_B, key32(hash64(0, index_B)))
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
-        """Return logits [examples, outputs] in the examples' order, on every rank; None if `context.stopped`
-        returned True. Collective. Averages the results of examples that several replicas compute to fill
-        their last batch."""
+        """Return the logits [N, L] in the order of the examples, on every rank; None if `context.stopped`
+        returned True. The logits of an example that several replicas compute are averaged. Collective."""
         own_NL = np.zeros((len(examples), self._config.finetune.num_outputs))
         seen_N1 = np.zeros((len(examples), 1))
         with torch.no_grad(), context.precision.context(context.device):

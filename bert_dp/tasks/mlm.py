@@ -1,4 +1,4 @@
-"""Pretrain by masked language modelling of packed sequences; reproduce the micro batches of any step."""
+"""Pretrain with masked language modelling on packed sequences; reproduce the micro batches of any step."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ from bert_dp.data.build import ensure
 from bert_dp.model.bert import CrammedBert, build_model
 from bert_dp.tasks import Context, DatasetInfo, write_or_warn
 
-EVAL_MASK_RATE = 0.15  # fixed, to make held-out losses comparable across runs with different mask rates
+EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with different mask rates are comparable
 
 
 class MaskedLanguageModel:
-    """See `bert_dp.tasks.Task`."""
+    """Task of masked language modelling; see `bert_dp.tasks.Task`."""
 
     def __init__(self, config: Config, device: torch.device):
         self._config, self._pin = config, device.type == "cuda"
@@ -36,7 +36,7 @@ class MaskedLanguageModel:
         self._held_out: list[data.MlmBatch] | None = None
 
     def open_data(self) -> DatasetInfo:
-        """Open the shards, building them on first use."""
+        """Open the shards; build them on first use."""
         path = ensure(self._config)
         manifest = read_manifest(path)
         self._train = data.Shards(path, manifest, "train")
@@ -55,7 +55,7 @@ class MaskedLanguageModel:
         return build_model(self._config.model, self._config.data.sequence_length, seed)
 
     def training_batch(self, sample_ids: NDArray[np.int64]) -> data.MlmBatch:
-        """Build the micro batch at these positions in the training stream."""
+        """Build the micro batch of the samples at these positions in the training stream."""
         config = self._config
         return data.training_batch(
             self._train,
@@ -85,13 +85,13 @@ class MaskedLanguageModel:
         return count * self._config.num_masked
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
-        """Measure the held-out sequences at EVAL_MASK_RATE; see `files.models.HeldOut`."""
+        """Measure loss and accuracy on the held-out sequences, masked at EVAL_MASK_RATE."""
         vocabulary = cast(CrammedBert, model).vocabulary
         each = num_masked(EVAL_MASK_RATE, self._config.data.sequence_length)  # masked tokens per sequence
         total = min(len(self._held_out_shards), self._config.eval.max_sequences)
         loss_N = torch.zeros(total, dtype=torch.float64, device=context.device)
         hits = torch.zeros((), dtype=torch.float64, device=context.device)
-        if self._held_out is None:  # built once
+        if self._held_out is None:
             self._held_out = data.held_out_batches(
                 self._held_out_shards,
                 micro_size=self._config.batch.micro_size,
@@ -107,7 +107,7 @@ class MaskedLanguageModel:
                 on_device = batch.to(context.device)
                 logits_PV = model(on_device.ids_BS, on_device.positions_P)
                 loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
-                # a row that only fills up the batch adds 0 to the first sequence
+                # rows that fill up the last batch have loss 0, and the index of the first sequence
                 index_B = torch.from_numpy(batch.sample_ids).to(context.device)
                 loss_N.index_add_(0, index_B, loss_P.view(-1, each).mean(1))
                 hits += hit_P.sum()
@@ -125,14 +125,14 @@ class MaskedLanguageModel:
         if total > 1:
             measured["loss_se"] = statistics.stdev(losses) / math.sqrt(total)
         if context.run_dir is not None:
-            # SequenceLosses, for paired comparisons of runs
+            # contents of files.models.SequenceLosses, for paired comparisons of runs
             text = hashlib.sha256(self._held_out_shards.rows(np.arange(total)).tobytes()).hexdigest()
             facts = {"text_sha256": text, "mask_rate": EVAL_MASK_RATE, "losses": losses}
             write_or_warn(context.run_dir / files.SEQUENCE_LOSSES, json.dumps(files.finite(facts)))
         return measured
 
     def example_batch(self, micro_size: int) -> data.MlmBatch:
-        """Return uniformly random tokens."""
+        """Return a micro batch of uniformly random tokens."""
         c = self._config
         sizes = (c.data.sequence_length, c.num_masked, c.model.vocab_size)
         return data.random_batch(c.run.seed, micro_size, *sizes)
@@ -144,23 +144,24 @@ make_task = MaskedLanguageModel
 def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterator[data.MlmBatch]:
     """Yield the micro batches of optimizer step `step`, counted from 1, of a masked-LM run.
 
-    `run_or_config`: a Run or its directory; or a configuration: its file, its name or a Config, whose data
-    are built on first use, as in training.
+    `run_or_config`: a Run, a run directory, or a configuration, given as a file, a name or a Config. The data
+    of a configuration are built on first use, as in training.
 
     The micro batches of all replicas are yielded in the order of the training stream. With `dp` replicas
     (ranks / parallel.tensor), batch number j, counted from 0, is micro batch j // dp of replica j % dp. A
-    batch of B sequences of S tokens has, on the CPU,
+    batch of B sequences of S tokens has these fields, on the CPU:
 
-    * ids_BS: [B, S] token ids as the model sees them, masked;
+    * ids_BS: [B, S] token ids after masking, as the model receives them;
     * positions_P: [P] predicted positions, flat: b * S + s;
-    * labels_P: [P] the original tokens at those positions;
+    * labels_P: [P] original tokens at the predicted positions;
     * seed_B: [B] int32 keys for dropout;
     * num_masked: P; sample_ids: [B] positions in the training stream.
 
     The step's loss in metrics.jsonl is the sum of the cross entropies divided by the sum of P.
 
-    With a batch ramp, the samples before a step follow from its line in metrics.jsonl, or else from the
-    configuration's current budget in steps or tokens. Raises ConfigError.
+    With a batch ramp, the number of samples before the step is read from metrics.jsonl or, if it has no
+    line for the step, computed from the budget in steps or tokens. Raise ConfigError if the run has no masked
+    batches of real data, or has no such step.
     """
     if step < 1:
         raise ConfigError([Issue("step", "out_of_range", f"{step} is below 1", step, hint="use 1 or more")])
@@ -178,24 +179,24 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     opened = task.open_data()
     found = files.newest_checkpoint_facts(run_dir) if run_dir else None
     if found and found[1].data_hash != opened.data_hash:
-        here = opened.data_hash[:16]
-        message = f"the run was trained on shards {found[1].data_hash[:16]}, but these are {here}"
-        raise ConfigError([Issue("data", "conflict", message, here, str(run_dir), "restore the run's data")])
+        now = opened.data_hash[:16]
+        message = f"the run was trained on shards {found[1].data_hash[:16]}, but its shards are now {now}"
+        raise ConfigError([Issue("data", "conflict", message, now, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, opened.num_samples), step, run_dir)
-    micro = batch_layout(config, world_size=1).micro_size  # raises if it does not divide the batch
+    micro = batch_layout(config, world_size=1).micro_size  # raises if it does not divide the global batch
     starts = range(first, first + size, micro)
     return (task.training_batch(np.arange(start, start + micro)) for start in starts)
 
 
 def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
-    """Return the number of samples before a step, and its global batch. Raises ConfigError."""
+    """Return the number of samples before a step, and its global batch. Raise ConfigError if unknown."""
     batch, samples = config.batch, (step - 1) * config.batch.global_size
     if batch.ramp_fraction > 0:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
         if (unit := config.schedule.unit) in CLOCKED:
-            message = f"{step} has no line in metrics.jsonl, but the batch follows a budget in {unit}"
+            message = f"{step} has no line in metrics.jsonl, which a batch ramp over a budget in {unit} needs"
             hint = "choose a logged step"
             raise ConfigError([Issue("step", "not_found", message, step, f"schedule.{unit}", hint)])
         samples = 0

@@ -1,5 +1,4 @@
-"""Set up a rank before it imports torch (world, signals, log, error file); write its heartbeat and records.
-Torch-free.
+"""Set up a rank before it imports torch (world, signals, log); write its heartbeat and records. Torch-free.
 
 The heartbeat is a memory-mapped file, which the launcher may read. The rank writes it without a system call
 and never waits for a reader.
@@ -17,15 +16,14 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.files.models import Failure, FailureKind, kind_of_error
+from bert_dp.files.models import FailureKind
 
 GC_THRESHOLD = 100_000  # new objects; each block that is recomputed in backward leaves 7 (about 0.5 KB)
 
@@ -168,47 +166,6 @@ def follow_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
-
-
-def record_error(rank: int, error: BaseException) -> None:
-    """Write the error to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters, because the
-    launcher stops showing the log when it finds the file, so that it can report the cause first."""
-    secrets = files.secret_values(os.environ)  # a library's error message may contain secrets
-    folder = os.environ.get(files.LOG_DIR)
-    if folder:
-        path = Path(folder) / f"rank-{rank}.error.json"
-        with contextlib.suppress(OSError):  # a full disk; the log then contains the error
-            files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
-    if isinstance(error, ConfigError):
-        text = "".join(f"error: {issue}\n" for issue in error.issues)
-    elif isinstance(error, RunFailed):  # the ranks agreed to stop, so a traceback would not help
-        text = f"error: {error}\n"
-    else:
-        text = "".join(traceback.format_exception(error))
-    sys.stderr.write(files.safe(files.hide(text, secrets)))
-
-
-def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
-    """Describe an exception, with the innermost frame of bert-dp's or the user's code."""
-    agreed = isinstance(error, RunFailed)
-    frames = [] if agreed else traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if files.is_own_code(frame.filename)]
-    frame = (own or frames)[-1] if frames else None
-    name, text = type(error).__name__, files.hide(str(error), secrets)
-    issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
-    return Failure(
-        kind=kind_of_error(error),
-        message=text if agreed else f"{name}: {text}" if text else name,
-        rank=rank,
-        time_ns=time.monotonic_ns(),  # since boot: the same for all processes, and never adjusted
-        error_type=name,
-        where=f"{frame.filename}:{frame.lineno}" if frame else None,
-        source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
-        issues=[
-            {k: files.hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues
-        ],
-        agreed=agreed,
-    )
 
 
 ALIVE_EVERY_S = 1.0

@@ -10,6 +10,8 @@ import contextlib
 import os
 import sys
 import time
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from bert_dp.config.checks import parse_profile, profile_issues, rank_sets
 from bert_dp.config.own_code import code_issues
 from bert_dp.config.schema import METERED
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
+from bert_dp.files.models import Failure, kind_of_error
 from bert_dp.training import process
 from bert_dp.training.follower import Follower
 from bert_dp.training.process import Signals, World
@@ -28,6 +31,14 @@ if TYPE_CHECKING:
 
 SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
 EXIT_WAIT_S = 60.0  # maximum wait for the exit of a killed process, which a file server or a GPU may delay
+
+
+def run_process() -> None:
+    """Run one rank as this process; exit with its code."""
+    code = main(standalone=files.LAUNCHER_PID not in os.environ)
+    if code:  # skip the shutdown of the process group, because peers may have exited
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def main(
@@ -53,9 +64,50 @@ def main(
         try:
             run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
-            process.record_error(world.rank, error)
+            record_error(world.rank, error)
             return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def record_error(rank: int, error: BaseException) -> None:
+    """Write the error to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters, because the
+    launcher stops showing the log when it finds the file, so that it can report the cause first."""
+    secrets = files.secret_values(os.environ)  # a library's error message may contain secrets
+    folder = os.environ.get(files.LOG_DIR)
+    if folder:
+        path = Path(folder) / f"rank-{rank}.error.json"
+        with contextlib.suppress(OSError):  # a full disk; the log then contains the error
+            files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
+    if isinstance(error, ConfigError):
+        text = "".join(f"error: {issue}\n" for issue in error.issues)
+    elif isinstance(error, process.RunFailed):  # the ranks agreed to stop, so a traceback would not help
+        text = f"error: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(files.safe(files.hide(text, secrets)))
+
+
+def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
+    """Describe an exception, with the innermost frame of bert-dp's or the user's code."""
+    agreed = isinstance(error, process.RunFailed)
+    frames = [] if agreed else traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if files.is_own_code(frame.filename)]
+    frame = (own or frames)[-1] if frames else None
+    name, text = type(error).__name__, files.hide(str(error), secrets)
+    issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
+    return Failure(
+        kind=kind_of_error(error),
+        message=text if agreed else f"{name}: {text}" if text else name,
+        rank=rank,
+        time_ns=time.monotonic_ns(),  # since boot: the same for all processes, and never adjusted
+        error_type=name,
+        where=f"{frame.filename}:{frame.lineno}" if frame else None,
+        source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
+        issues=[
+            {k: files.hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues
+        ],
+        agreed=agreed,
+    )
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

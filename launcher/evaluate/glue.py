@@ -228,7 +228,7 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
         result = glue_scores.read_trial(trial, outcome, manifest)
         ended[manifest.task].append(result)
         if trial.name in done:
-            progress.had(share)
+            progress.skip(share)
         else:
             scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
             line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"

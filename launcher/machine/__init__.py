@@ -1,1 +1,1 @@
-"""Read facts about this machine and check it."""
+"""Read facts about this machine and check it for problems."""

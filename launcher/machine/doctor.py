@@ -1,4 +1,4 @@
-"""Check this machine for `doctor`: findings with their consequence for a run and a fix. Torch-free."""
+"""Check this machine for `bert-dp doctor`. Each finding has a consequence for runs and a fix. Torch-free."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from launcher.children import NO_ANSWER, module_command, run_command
 from launcher.machine.environment import Environment, existing, probe
-from launcher.report.formats import format_gib
+from launcher.report.formats import count_of, format_gib
 from launcher.report.page import Report, Verdict
 
 MIN_TORCH = (2, 11)
-CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # limits; with the machine probe, doctor takes under 30 s
+CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; doctor takes under 30 s, including the machine probe
 LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
@@ -50,8 +50,8 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
-    """Check the machine in under 30 s. `run_dir`: directory for runs. No child process outlives it, even if
-    it is killed."""
+    """Check the machine in under 30 s. A checkpoint is tested in `run_dir`, by default the current directory.
+    Child processes exit with this process, even if it is killed."""
     target = run_dir or Path()
     env = probe(target)
     findings = diagnose(env)
@@ -62,7 +62,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
 
 def _finding(good: bool, message: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
-    """Make a finding, of `level` unless `good`."""
+    """Return a finding: ok if `good`, else of `level` with its consequence and fix."""
     return Finding("ok", message) if good else Finding(level, message, consequence, fix)
 
 
@@ -72,29 +72,29 @@ def diagnose(env: Environment) -> list[Finding]:
     build = "CPU" if "+cpu" in (torch or "") else "GPU"
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks a MIG instance
     present = env.gpus_present
-    visible = f"{gpus} of {present} visible{names}" if present else "none, ranks use the CPU"
-    absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the others idle"
+    visible = f"{gpus} of {present} visible{names}" if present else "none; ranks use the CPU"
+    absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the other GPUs idle"
     ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
     numa_nodes = len(env.numa_cores) or 1
     gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
     cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items()) or "unknown"
     driver = []
     if env.gpu_error:
-        fix = "reboot after a driver update; in a container pass --gpus all"
+        fix = "reboot after a driver update; start a container with --gpus all"
         driver = [_unmeasured("GPU driver", env.gpu_error, "ranks cannot open a GPU", fix)]
     return [
         _finding(
             torch is not None and tuple(map(int, re.findall(r"\d+", torch)[:2])) >= MIN_TORCH,
             f"python {env.python}, torch {torch or 'is not installed'}",
-            "torch 2.11 or newer is needed; every rank fails at startup",
+            "every rank fails at startup, because torch 2.11 or newer is required",
             "pip install 'torch>=2.11'",
             "fail",
         ),
         _finding(
             not (env.gpus and build == "CPU"),
-            f"torch build: {build}, {gpus} GPUs",
+            f"torch build: {build}; visible GPUs: {gpus}",
             "the GPUs remain unused",
-            "install the CUDA build of the same version",
+            "install the CUDA build of the same torch version",
             "fail",
         ),
         *driver,
@@ -102,7 +102,7 @@ def diagnose(env: Environment) -> list[Finding]:
             gpus == present and not env.names_absent_gpus,
             f"GPUs: {visible}",
             f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} {absent}",
-            "unset it to use all",
+            "unset CUDA_VISIBLE_DEVICES to use all GPUs",
         ),
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
@@ -113,32 +113,32 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             env.usable_memory_gib >= 4,
             f"memory: {format_gib(env.usable_memory_gib)} available",
-            "ranks may be killed by the kernel without a message (exit code -9)",
+            "the kernel may kill ranks without a message (exit code -9)",
             "stop other programs, raise the container's memory limit, or lower --nproc",
         ),
         _finding(
             env.disk_free_gib is not None and env.disk_free_gib >= 5,
             f"free disk: {format_gib(env.disk_free_gib)}",
-            "a checkpoint may not fit; the run stops at its first save",
+            "a checkpoint may not fit; the run then stops at its first save",
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
-            f"processes: limit {'none' if env.max_processes is None else env.max_processes}",
-            "'resource temporarily unavailable': a rank has 50 or more threads, and each one counts",
+            f"process limit: {'none' if env.max_processes is None else env.max_processes}",
+            "ranks fail with 'resource temporarily unavailable': each has 50 or more threads",
             "run `ulimit -u 16384` first, or raise the container's pids limit",
         ),
         _finding(
             env.usable_cores >= ranks,
-            f"cores: {env.usable_cores:g} usable for {ranks} {kind} ranks",
+            f"cores: {env.usable_cores:g} usable for {count_of(ranks, f'{kind} rank')}",
             "ranks share cores, so all wait for the slowest one",
             "add cores, or start fewer ranks with --nproc",
         ),
         _finding(
             all(env.numa_cores.get(node) for node in gpu_nodes),
-            f"NUMA nodes: {numa_nodes}, usable {cores}; nodes of GPUs: {', '.join(gpu_nodes) or 'none'}",
+            f"NUMA nodes: {numa_nodes}; usable: {cores}; nodes with GPUs: {', '.join(gpu_nodes) or 'none'}",
             "ranks access a GPU across the link between sockets",
-            "allow cores of the GPU's node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
+            "allow cores of each GPU's node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
         ),
     ]
 
@@ -156,13 +156,13 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
         findings.append(_finding(is_near, f"GPU links (nvidia-smi topo -m): {shown}", effect, fix))
     if off := "; ".join(f"{code} {pairs}" for code, pairs in transfers.items() if code != "OK"):
         effect = "each transfer goes through the host's memory, or NCCL hangs"
-        fix = "turn ACS and the IOMMU off in the BIOS; otherwise NCCL_P2P_DISABLE=1 avoids the hang"
+        fix = "disable ACS and the IOMMU in the BIOS, or set NCCL_P2P_DISABLE=1 to avoid the hang"
         findings.append(Finding("warn", f"P2P is off: {off}", effect, fix))
     return findings
 
 
 def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, str]:
-    """Group pairs of `gpus`, as `0-1 0-2`, by link code in a table of `nvidia-smi topo`."""
+    """Group the pairs of `gpus`, as `0-1 0-2`, by their link code in a table of `nvidia-smi topo`."""
     rows = [line.split() for line in text.splitlines()]
     cells = {row[0]: row[1:] for row in rows if row and row[0].startswith("GPU") and "X" in row}
     pairs: dict[str, list[str]] = {}
@@ -188,9 +188,9 @@ def loopback() -> Finding:
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Write, verify and load a checkpoint by `python -m module` in `target` or its first existing parent."""
+    """Time how `python -m module` writes, verifies and loads a checkpoint in or above `target`."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
-    fix = "choose another --run-dir, or check free space, permissions and dmesg (disk errors)"
+    fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:
         with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
             measured, error = _json_of(module, [folder], timeout_s)
@@ -202,13 +202,13 @@ def checkpoint(
     return _finding(
         rate >= MIN_CHECKPOINT_MB_S,
         f"checkpoint round trip: {mib:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s",
-        f"1.4 GB (a model of 120 M parameters) takes {1400 / rate:.0f} s to write and verify",
+        f"a checkpoint of 1.4 GB (120 M parameters) takes {1400 / rate:.0f} s to write and verify",
         "choose a faster disk with --run-dir, or a larger checkpoint.every_steps",
     )
 
 
 def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.all_reduce") -> Finding:
-    """Time an all-reduce by `python -m module`, between all GPUs if several, else between two CPU ranks."""
+    """Time an all-reduce by `python -m module`: between all GPUs if there are several, else two CPU ranks."""
     r, error = _json_of(module, [], timeout_s)
     if r is None:
         consequence = "ranks cannot communicate: every run on more than one rank will fail"
@@ -221,16 +221,16 @@ def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.a
 
 
 def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
-    """Return a failure, or a warning after a timeout (the machine may be busy)."""
+    """Return a failed check, or a warning after a timeout, because the machine may only be busy."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
         fix = "run `bert-dp doctor` again when the machine is idle"
-        return Finding("warn", message, "unknown, as nothing was measured", fix)
+        return Finding("warn", message, "unknown, because nothing was measured", fix)
     return Finding("fail", f"{check}: {error}", consequence, fix)
 
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
-    """Return the last JSON object printed by `python -m module`, or None and the error."""
+    """Run `python -m module` and return the last JSON object that it prints, or None and the error."""
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
     return (json.loads(lines[-1]), "") if lines else (None, error or "no result line")

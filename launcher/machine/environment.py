@@ -24,6 +24,7 @@ from bert_dp.config import Config, bf16_units, cpu_field, decide_precision
 from bert_dp.cost import GIB
 from launcher.children import run_command
 from launcher.log import masked_command
+from launcher.report.formats import count_of
 
 ROOT = Path("/")
 PACKAGES = (
@@ -59,7 +60,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """Resources of this machine available to this process, as stored in environment.json."""
+    """Resources of this machine that this process may use, as stored in environment.json."""
 
     date: str
     command: list[str]
@@ -76,7 +77,7 @@ class Environment:
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
-    max_processes: int | None  # lower of user's and control group's limit, with threads; None = no limit
+    max_processes: int | None  # limit of the user or control group; counts threads; None = no limit
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
     gpus_present: int  # GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES
@@ -93,7 +94,7 @@ class Environment:
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Return whether CUDA_VISIBLE_DEVICES names only unusable GPUs; empty or -1 names none."""
+        """Return True if CUDA_VISIBLE_DEVICES names GPUs, but no usable one. Empty or -1 names no GPU."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
@@ -103,22 +104,22 @@ class Environment:
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
         """Return the memory per rank in GiB (None if unknown) and its source: the GPU with the least free
-        memory, or an equal share of host memory."""
+        memory, or an equal share of the host memory."""
         if not on_gpu:
-            return self.usable_memory_gib / ranks, f"this machine / {ranks} ranks"
+            return self.usable_memory_gib / ranks, f"memory of this machine / {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
         if not free:
             return None, "the GPUs"
         least, gpu = min(free, key=lambda pair: pair[0])
-        return least, f"free of the {gpu.memory_gib:.1f} GiB of GPU {gpu.index}"
+        return least, f"free on GPU {gpu.index}, which has {gpu.memory_gib:.1f} GiB"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert for `files.write_json`."""
+        """Convert to JSON values for `files.write_json`."""
         return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
 
 
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
-    """Read the machine, the versions and the git commit of `path`. Missing facts raise no error."""
+    """Read the machine, package versions and the git commit of `path`. Unreadable facts are None."""
     gpus, present, gpu_error = find_gpus(root)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
@@ -163,13 +164,13 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:
-    """Return the limit of this process's control group and its ancestors: cores, bytes or processes."""
+    """Return the lowest limit (cores, bytes or processes) of this process's control groups; None if none."""
     limits = [_own_limit(group, controller) for group in control_groups(root, controller)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def control_groups(root: Path, controller: Literal["cpu", "memory", "pids"]) -> list[Path]:
-    """List the directories of this process's control group and its ancestors, outermost first; v1 and v2."""
+    """List the directories of this process's control group (v1 and v2) and its ancestors, outermost first."""
     groups = []
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -212,10 +213,10 @@ def existing(path: Path) -> Path:
 
 
 def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
-    """Return the visible GPUs, the number present and the error of nvidia-smi. If nvidia-smi lists none, the
-    kernel driver's list is read instead."""
-    devices: list[tuple[Gpu, str]] = []  # with the UUID, also valid in CUDA_VISIBLE_DEVICES
-    divided: list[bool] = []  # whether divided by MIG
+    """Return the visible GPUs, the number of GPUs present and the error of nvidia-smi, if any. If nvidia-smi
+    lists no GPU, the kernel driver's list is read instead."""
+    devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may contain
+    divided: list[bool] = []  # True for each GPU divided by MIG
     error: str | None = None
     if shutil.which("nvidia-smi"):
         facts = "index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id,mig.mode.current"
@@ -231,18 +232,18 @@ def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
     if not devices:
         devices = _driver_gpus(root)
     selection = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if divided and all(divided) and selection is None:  # CUDA then shows one instance
+    if divided and all(divided) and selection is None:  # CUDA then uses one instance
         return [_instance(devices[0][0])], len(devices), error
     return _visible(devices, selection), len(devices), error
 
 
 def _instance(gpu: Gpu) -> Gpu:
-    """Return a MIG instance of `gpu`; its memory is unknown."""
+    """Return `gpu` as one MIG instance, whose memory is unknown."""
     return dataclasses.replace(gpu, name=f"{gpu.name} (MIG)", memory_gib=None, free_gib=None)
 
 
 def _numa_node(root: Path, address: str) -> int | None:
-    """Return the NUMA node of a PCI device. nvidia-smi prints 8 digits of the PCI domain, sysfs 4."""
+    """Return the NUMA node of a PCI device. Its PCI domain has 8 digits in nvidia-smi, 4 in sysfs."""
     path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
     text = read_text(path).strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
@@ -262,7 +263,7 @@ def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
 
 
 def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]:
-    """Apply CUDA's rule: select devices by index, UUID or UUID prefix, up to the first invalid entry."""
+    """Select devices by index, UUID or UUID prefix, up to the first invalid entry, as CUDA does."""
     if selection is None:
         return [gpu for gpu, _ in devices]
     chosen: list[Gpu] = []
@@ -288,12 +289,12 @@ def read_text(path: Path) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Read proc_pid_stat(5) from the third field, the state; [] if the process is gone."""
+    """Read the fields of proc_pid_stat(5) from the third, the state, on; [] if the process is gone."""
     return read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kept: str | None = None) -> str:
     """Predict the precision of the ranks. `kept`: precision of the checkpoint to resume from."""
-    has_bf16 = on_gpu or bool(bf16_units)  # only a rank can ask its GPU
+    has_bf16 = on_gpu or bool(bf16_units)  # assumed on a GPU, which only a rank can query
     engines = [config.parallel.engine]
     return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)

@@ -1,6 +1,6 @@
 """Convert a Figure to the JSON input of plotly's script.
 
-Colours are names, looked up by page.js in its theme.
+Colours are names that page.js looks up in its theme.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from launcher.report.page import Axis, Bars, Figure, Line, ReferenceLine
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
-LABEL_CHARS, TITLE_CHARS = 30, 60  # in a legend, on an axis; hovering shows the full name
-# pixels: plot area of lines, row of bars, line of the legend; margins above and below the area
+LABEL_CHARS, TITLE_CHARS = 30, 60  # limits in the legend and on axes; hovering shows the full text
+# heights in pixels: area of a line plot, row of bars, legend line, margins above and below the area
 HEIGHT, ROW_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
 DASHES = {"dashed": "dash", "dotted": "dot"}
@@ -28,7 +28,7 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return `data` and `layout` for Plotly.newPlot, the name and the switch; all texts are escaped."""
+    """Return data and layout for Plotly.react, the figure's name and the switch's label, all escaped."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
@@ -58,7 +58,7 @@ def drawing(figure: Figure) -> dict[str, Any]:
 
 
 def text_of(text: str, limit: int = 0) -> str:
-    """Escape foreign text for plotly, which interprets some HTML, and truncate it to `limit` characters."""
+    """Escape a text for plotly, which interprets some HTML; truncate it to `limit` characters unless 0."""
     text = " ".join(safe(text).split())
     if limit and len(text) > limit:
         text = f"{text[: limit - 1]}\u2026"
@@ -66,7 +66,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Show each name in the legend once; clicking it hides all traces of that name."""
+    """Return a trace's legend settings. Each name is listed once; a click hides all traces of the name."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}
@@ -149,8 +149,8 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Draw the horizontal lines. A line above all points and intervals has its label below it, where there is
-    room."""
+    """Draw the horizontal lines. A label is above its line, but below a line that is above all points, so
+    that the label is inside the plot."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

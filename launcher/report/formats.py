@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units joined to the prefix; words follow after a space
-HUGE = 1e300  # beyond it, or closer to 0 than 1 / HUGE, quotients may overflow
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units joined to the prefix; other units follow after a space
+HUGE = 1e300  # quotients of magnitudes above HUGE or below 1 / HUGE may overflow
 
 
 def number(value: object) -> float | None:
-    """Return a number of magnitude up to HUGE, otherwise None; below 1 / HUGE, return 0."""
+    """Return a number as a float, 0 if its magnitude is below 1 / HUGE; None if above HUGE or no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Format with three significant digits and k, M, G, T, P, E or Z: `45.2 k tokens/s`, `21 MJ`."""
+    """Format with three significant digits and a prefix from k to Z: `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
@@ -49,10 +49,10 @@ def _scaled(scale: float, digits: str, unit: str = "") -> Callable[[object], str
 
 format_count = _scaled(1, ",.0f")  # an integer with separators
 format_gib = _scaled(1, ".2f", " GiB")  # memory given in GiB
-format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 in per cent
+format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 as a percentage
 format_change = _scaled(100, "+.1f", " %")  # a gain or loss as a fraction of 1, with sign: `+4.2 %`
-format_points = _scaled(100, ".1f")  # a score, at most 1, out of 100 as in tables of GLUE
-format_decimals = _scaled(1, ".4f")  # an accuracy or correlation, or an error with a separate unit
+format_points = _scaled(100, ".1f")  # a score up to 1, times 100 as in the tables of GLUE
+format_decimals = _scaled(1, ".4f")  # an accuracy, a correlation, or an error whose unit is given elsewhere
 format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy, per predicted token
 format_lr = _scaled(1, ".2e")  # a learning rate
 

@@ -1,6 +1,6 @@
-"""Render a Report as a self-contained HTML file: Jinja2 for text, plotly's script for figures.
+"""Render a Report as a self-contained HTML file, with Jinja2 for text and plotly's script for figures.
 
-The content policy allows only our two scripts, by their hashes, so no other script can run.
+The content security policy allows only the page's own scripts, which it lists by their hashes.
 """
 
 import base64
@@ -21,7 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 START = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
 )
-MAX_NOTES = 6  # notes of one verdict that are shown before the rest is collapsed
+MAX_NOTES = 6  # notes shown per verdict; further notes are collapsed
 
 
 def html(report: Report) -> str:
@@ -40,7 +40,7 @@ def html(report: Report) -> str:
 
 
 def render(template: str, script: str, library: str = "", **values: Any) -> str:
-    """Render a template with `library`, if any, then `script`; the page's CSP allows no other script."""
+    """Render a template with `library`, if any, and `script`. The content policy allows no other script."""
     own = _read(script)
     digests = [hashlib.sha256(text.encode()).digest() for text in (library, own) if text]
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -58,7 +58,7 @@ def write(report: Report, out: Path) -> None:
 
 
 def write_or_warn(report: Report, out: Path) -> bool:
-    """Write the page; if that fails, warn and return False: a failed page must not lose the results."""
+    """Write the page. If that fails, warn and return False, so that the results are not lost."""
     try:
         write(report, out)
     except OSError as error:

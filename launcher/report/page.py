@@ -1,6 +1,6 @@
 """Define reports and their tables as values, and print them on the console; html.py renders the page.
 
-Each table row is a part of a result, each column a quantity of that part, with a unit.
+Each table row is a part of a result. Each column is a quantity of that part, with a unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "warn", "fail", "info"]
 Style = Literal["line", "dashed", "dotted", "marks", "both"]
-"""Style of a line: solid, dashed, dotted (not measured by any run), only marks, line and marks."""
+"""Style of a line: solid, dashed, dotted (not measured by any run), marks only, or line and marks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Verdict:
     level: Level
     text: str
     notes: Sequence[str] = ()
-    name: str = ""  # run or task concerned, if a report has several
+    name: str = ""  # run or task that the finding is about, if the report has several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +50,10 @@ class TableCell:
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
-    """A row of a table."""
-
     label: str
     cells: Sequence[TableCell]
     topic: str = ""  # heading above the first row of this topic
-    console: bool = True  # False: only on the page
+    console: bool = True  # False: shown only on the page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +61,14 @@ class Table:
     """Rows with labels; without columns, a list of labels and values."""
 
     rows: Sequence[TableRow]
-    columns: Sequence[str] = ()  # heads
+    columns: Sequence[str] = ()  # column heads
     title: str = ""
     corner: str = ""  # head above the labels
-    empty: str = "none"  # replaces a table without rows
+    empty: str = "none"  # text shown if there are no rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of a figure."""
-
     label: str  # includes the unit in words
     unit: Unit = "si"  # number format
     log: bool = False
@@ -95,31 +91,29 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """Values that were measured."""
         return [y for y in self.y if y is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One part of every row of a figure; parts of a row are stacked."""
+    """One part of each row of a figure. The parts of a row are stacked."""
 
     label: str
     parts: Sequence[float | None]
-    texts: Sequence[str] = ()  # hover texts; by default, the part in the unit of the x axis
+    texts: Sequence[str] = ()  # hover texts; if empty, each part in the unit of the x axis
 
     @property
     def values(self) -> list[float]:
-        """Values that were measured."""
         return [part for part in self.parts if part]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal or vertical reference line; vertical ones are in the legend."""
+    """A horizontal or vertical reference line. The legend lists the vertical lines."""
 
     label: str
     value: float
-    left: bool = False  # puts the label of a horizontal line on the left
+    left: bool = False  # True: the label of a horizontal line is on the left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,28 +125,26 @@ class Figure:
     x: Axis
     y: Axis
     rows: Sequence[str] = ()
-    levels: Sequence[ReferenceLine] = ()  # horizontal
-    marks: Sequence[ReferenceLine] = ()  # vertical
+    levels: Sequence[ReferenceLine] = ()  # horizontal lines
+    marks: Sequence[ReferenceLine] = ()  # vertical lines
     note: str = ""
     switch: bool = False  # offer a logarithmic x axis
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no measured values."""
+        """Return True if no trace has measured values; dotted lines have none."""
         return not any(t.values for t in self.traces if not (isinstance(t, Line) and t.style == "dotted"))
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportSection:
-    """A part of the report."""
-
     title: str
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     text: str = ""  # shown verbatim in a fixed-width font
-    folded: bool = False  # collapsed until clicked
-    console: bool = True  # False: only on the page
+    folded: bool = False  # True: collapsed until clicked
+    console: bool = True  # False: shown only on the page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +160,7 @@ class Report:
 
 
 def cell(value: object, unit: Unit, note: str = "") -> TableCell:
-    """Return a value in the format of its unit, together with the unrounded value."""
+    """Return a cell with a value in the format of its unit, and the unrounded value."""
     exact = value if isinstance(value, float) and math.isfinite(value) else None
     return TableCell(FORMATS[unit](value), note, exact)
 
@@ -184,13 +176,13 @@ def words(label: str, text: str | None, note: str = "", *, console: bool = True)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Return x and y of points; points without x are omitted, a y that is not a number is a gap."""
+    """Split points into x and y. Omit points whose x is not a number; a y that is not a number is a gap."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def first_line(text: object) -> str:
-    """Return the first non-empty line of a cause."""
+    """Return the first non-empty line of a cause, or "cause not recorded"."""
     return next((line for line in str(text or "").strip().splitlines() if line), "cause not recorded")
 
 
@@ -201,7 +193,7 @@ def record(title: str, content: Mapping[str, Any]) -> ReportSection:
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Return `front`, then processor, torch, commit and date if known."""
+    """Format `front`, then processor, torch version, commit and date, as far as they are known."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]
@@ -227,7 +219,7 @@ def status_verdicts(result: Measurement) -> list[Verdict]:
     if result.status == "failed":
         return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
-        return [Verdict("warn", "Partial: stopped early; the same command resumes it.")]
+        return [Verdict("warn", "Partial: stopped early; the same command resumes the measurement.")]
     return []
 
 
@@ -247,19 +239,19 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Quantity):
-    """A ratio with the path of its interval. If not measurable, this is shown instead of digits."""
+    """A ratio, shown as `not measurable` if its interval (at the path `interval`) is too wide."""
 
     interval: str = ""
 
     def of(self, part: object) -> object:
-        """Return the value for `part`, or a cell stating that it is not measurable."""
+        """Return the value for `part`, or a cell stating that the ratio is not measurable."""
         value = super().of(part)
         if value is None or is_measurable(at(part, self.interval)):
             return value
         return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
 
     def number(self, part: object) -> float | None:
-        """Return the value; None if it is not measurable."""
+        """Return the value; None if the ratio is not measurable."""
         return number(self.of(part))
 
     def text(self, part: object) -> str:
@@ -273,7 +265,7 @@ class Ratio(Quantity):
 def at(part: object, path: str) -> Any:
     """Look up a dotted path of fields, keys and interval ends, e.g. `step_time_s.ci95.low`.
 
-    Returns None if any part of the path is null, and for the lists `repeats` and `runs` their length.
+    Return None if any part of the path is null. For the lists `repeats` and `runs`, return their length.
     """
     for key in path.split("."):
         if part is None:
@@ -304,13 +296,13 @@ def table(
     return Table(named, [q.head for q in quantities], title, corner, empty)
 
 
-# --- on the console
+# --- printing on the console
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
 
 
 def show_report(console: Console, report: Report, page: Path | None = None, *, titled: bool = False) -> None:
-    """Print the report, and its page and the suggested next command, if any."""
+    """Print a report, the path of its page and the suggested next command, if there are any."""
     from rich.console import Group
 
     show(console, Group(*_parts(report, console, titled=titled)))
@@ -328,14 +320,14 @@ def show_result(
 
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
-    """Print the page and the suggested next command, if any."""
+    """Print the path of the page and the suggested next command, if there are any."""
     for label, what in (("page", page), ("next", runnable(report.next))):
         if what:
             show(console, f"{label}: {what}", **PLAIN)
 
 
 def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[RenderableType]:
-    """Yield the tables and notes, then the verdicts."""
+    """Yield the title if `titled`, the tables and notes, then the verdicts."""
     from rich.text import Text
 
     if titled:
@@ -359,7 +351,7 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 
 
 def _tables(table: Table, console: Console) -> list[RichTable]:
-    """Return the table; if too wide, split by columns into parts that fit, each with the row labels."""
+    """Return the table. If it is too wide, split its columns into parts that fit, each with row labels."""
     from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -370,7 +362,7 @@ def _tables(table: Table, console: Console) -> list[RichTable]:
         made = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         made.add_column(Text(safe(table.corner)), overflow="fold")
         for i in columns:
-            # numbers are aligned right and stay whole
+            # numbers are right-aligned and not wrapped
             numeric = any(row.cells[i].text[:1] in set("+-0123456789") for row in rows)
             side: Literal["left", "right"] = "right" if numeric else "left"
             made.add_column(Text(safe(table.columns[i])), justify=side, overflow="fold", no_wrap=numeric)

@@ -1,4 +1,4 @@
-"""Read a run directory as far as possible: complete or crashed, even with foreign or torn files."""
+"""Read the files of a complete or crashed run. Missing, torn and foreign files are tolerated."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS are parts of train
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS divide `train`
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
-NUM_STRETCHES = 500  # stretches of a long metrics.jsonl; at most five lines of each are kept
+NUM_STRETCHES = 500  # a long metrics.jsonl is split into this many parts; at most five lines of each are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RunFiles:
 
     path: Path
     name: str
-    finished: bool  # summary.json was written
+    finished: bool  # True if summary.json was written
     summary: Summary  # summary.json, completed from the last lines of the logs
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
@@ -37,8 +37,8 @@ class RunFiles:
     environment: dict[str, Any]
     missing: list[str]  # descriptions of missing and damaged files
     heldout: HeldOut  # denominator of the held-out loss, if known
-    training_unit: str  # of the training loss
-    prediction: Mapping[PredictedName, PlannedFigure]  # of `bert-dp plan`
+    training_unit: str  # unit of the training loss
+    prediction: Mapping[PredictedName, PlannedFigure]  # made by `bert-dp plan`
 
 
 def load(run_dir: Path) -> RunFiles:
@@ -81,8 +81,8 @@ def load(run_dir: Path) -> RunFiles:
 
 
 def list_runs(directory: Path) -> list[dict[str, Any]]:
-    """Return a flat record per run in a directory, newest first: its progress, then its settings by name.
-    `age_s`: time since its last logged line or its end, s."""
+    """Return a flat record per run in a directory, most recently changed first: its progress, then its
+    settings by name. `age_s`: seconds since the run's last logged line or its end."""
     rows = []
     for path in (file.parent for file in directory.glob("*/config.yaml")):
         run = load(path)
@@ -108,7 +108,7 @@ def list_runs(directory: Path) -> list[dict[str, Any]]:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return True if a rank has locked the run directory."""
+    """Return True if a rank holds the lock of the run directory."""
     with contextlib.suppress(FileNotFoundError), (run_dir / ".lock").open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -130,11 +130,11 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
 
 
 def _completed(summary: Summary | None, logged: Summary) -> Summary:
-    """Complete the summary of a rank that was killed, or stopped before its next evaluation."""
+    """Complete the summary of a run that was killed, or stopped before its next evaluation."""
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}
-    if summary.samples is not None:  # written by the rank: null means null, except for the last evaluation
+    if summary.samples is not None:  # written by rank 0, so only the last evaluation may be missing
         is_later = summary.status != "done" and summary.heldout_loss is None
         unknown = {"heldout", "heldout_loss", "heldout_step"} if is_later else set()
     return summary.model_copy(update={name: getattr(logged, name) for name in unknown})
@@ -147,7 +147,7 @@ def _logged(
     config: Config | None,
     environment: Mapping[str, Any],
 ) -> Summary:
-    """Build a summary from the other files."""
+    """Build a summary from the files of the run other than summary.json."""
     last, newest = metrics[-1] if metrics else {}, evals[-1] if evals else None
     known: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     known["final_loss"] = last.get("loss")
@@ -168,8 +168,8 @@ def _logged(
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """Sample lines of a file of any length. Of each of NUM_STRETCHES stretches, keep both ends, the lowest
-    and the highest loss (so that spikes stay visible), and the first line without a loss."""
+    """Sample the lines of a file. From each of NUM_STRETCHES parts, keep the first and last line, the lines
+    with the lowest and highest loss, so that spikes stay visible, and the first line without a loss."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

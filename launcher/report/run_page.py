@@ -1,4 +1,4 @@
-"""Report one run or compare several: outcome, and every number with its denominator."""
+"""Report one run or compare several, with the outcome and every number with its denominator."""
 
 import collections
 import contextlib
@@ -44,10 +44,10 @@ from launcher.stats import NORMAL
 
 
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
-    """Return the half-width of the loss's 95 % interval, nats; None if it was not measured.
+    """Return the half-width in nats of the loss's 95 % interval; None if the interval was not measured.
 
-    `seeds`: losses whose mean is the loss. They share one text; its sampling error and the error of the mean
-    over the seeds are added as independent errors.
+    `seeds`: losses of several seeds on the same text, of which the loss is the mean. The text's sampling
+    error and the error of the mean over the seeds are added as independent errors.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -56,7 +56,7 @@ def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
 
 
 def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ()) -> str:
-    """Format a loss with its interval, if it has one: `5.7123 nats ± 0.0312`."""
+    """Format a loss with its interval, if known: `5.7123 nats ± 0.0312`."""
     width = half_width(heldout, seeds)
     return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
 
@@ -93,15 +93,15 @@ def score_name(name: str, heldout: HeldOut) -> str:
 
 
 HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
-"""Topic and label of the rows that a run's page highlights."""
+"""Pattern for topic and label of the rows that a run's page highlights."""
 MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
-"""Parts of the wall time in order, with training replaced by its own parts."""
+"""Parts of the wall time in order, with training divided into its parts."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> page.Report:
-    """Report one run directory, or compare several. Accepts crashed and torn ones."""
+    """Report one run directory or compare several. Directories of crashed runs are accepted."""
     runs = [load(run_dir) for run_dir in run_dirs]
     names = [run.name for run in runs]
     for i, run in enumerate(runs):
@@ -133,20 +133,20 @@ def _next(run: RunFiles) -> str:
     """Return the command to export the trained model, or to resume the run on the same number of ranks."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
-        if run.config.get("task"):  # only training executes the task's code
+        if run.config.get("task"):  # an export would need the code of the task, which only training executes
             return ""
         kind: Kind = "mlm" if run.heldout.examples is None else "classifier"
         form = "onnx"
         with contextlib.suppress(ConfigError):
             form = "onnx" if native_issues(resolve([run.config]), kind) else "hf"
         return f"bert-dp export {form} {path} --out {shlex.quote(f'{run.path}-{form}')}"
-    if failure is not None and failure.kind == "not_finite":  # it would diverge again with the same settings
+    if failure is not None and failure.kind == "not_finite":  # the same settings would diverge again
         lr = number(settings.get("optim.lr"))
         config = shlex.quote(f"{run.path}/config.yaml")
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
-    several = "nodes" in run.environment  # where --nproc would be the ranks of one node
+    several = "nodes" in run.environment  # --nproc then counts the ranks of one node
     ranks = "" if several or run.summary.world_size is None else f" --nproc {run.summary.world_size}"
     return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
@@ -173,14 +173,14 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
         if entropy is not None:
             result += f" (a context-free model: {format_nats(entropy)})"
         useless = entropy is not None and loss >= entropy
-        result += ": no better than word frequencies; train longer." if useless else "."
+        result += ", which is no better than word frequencies; train longer." if useless else "."
     if measured.one_class:
-        result += f" Every example of {', '.join(measured.one_class)} gets the same class."
+        result += f" Every example of {', '.join(measured.one_class)} is assigned the same class."
     return "warn" if measured.one_class else "ok", f"Done after {step}: {result}"
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Warn about more than MAX_PASSES over the pretraining data; the built-in corpus is exempt."""
+    """Warn about MAX_PASSES or more passes over the pretraining data, except over the built-in corpus."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
@@ -195,9 +195,9 @@ def _repeats(run: RunFiles) -> list[str]:
 # --- figures
 
 
-APART = (
-    "Losses with other vocabularies, masks or tasks are not comparable; `bert-dp eval mlm RUN RUN... TEXT` "
-    "measures bits per byte, which are."
+NOT_COMPARABLE = (
+    "Losses with different vocabularies, mask rates or tasks are not comparable; "
+    "`bert-dp eval mlm RUN RUN... TEXT` measures bits per byte, which are comparable."
 )
 CURVES = (
     ("Throughput", "tokens_per_s", Axis("tokens/s, summed over all ranks", from_zero=True)),
@@ -219,8 +219,8 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
-    """Plot training and held-out loss, and the losses of context-free models. `runs`: comparable runs with
-    their numbers on the page."""
+    """Plot training and held-out loss, and the losses of context-free models. `runs`: comparable runs, each
+    with its index among all runs."""
     many = len(runs) > 1 or groups > 1
     style: page.Style = "dashed" if many else "both"
     lines, levels = [], {}
@@ -238,10 +238,10 @@ def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
                 levels[label] = page.ReferenceLine(label, nats)
     first, training = runs[0][1].heldout, runs[0][1].training_unit
     per = "masked token" if first.examples is None else "example"
-    apart = "" if training == first.loss_unit else f", of training {training},"
+    apart = "" if training == first.loss_unit else f", training loss in {training},"
     y = Axis(f"loss ({first.loss_unit}{apart} per {per})", _unit(first.loss_unit))
     title = "Loss" if groups == 1 else f"Loss of {', '.join(run.name for _, run in runs)}"
-    note = "" if groups == 1 else APART
+    note = "" if groups == 1 else NOT_COMPARABLE
     return Figure(title, lines, Axis("tokens"), y, levels=list(levels.values()), note=note, switch=True)
 
 
@@ -250,7 +250,7 @@ def _time_split(runs: Sequence[RunFiles]) -> Figure:
     walls = [sum(split.values()) for split in splits]
     rows = []
     for run, wall in zip(runs, walls, strict=True):
-        name = "wall of rank 0" if len(runs) == 1 else f"{run.name}, wall"
+        name = "wall time of rank 0" if len(runs) == 1 else f"{run.name}, wall time"
         rows.append(f"{name}{_since(run.summary)}: {format_duration(wall) if wall else 'not recorded'}")
     bars = []
     for part, label in SPLIT.items():
@@ -269,7 +269,7 @@ def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
 def _split(summary: Summary) -> dict[str, float]:
     """Return the seconds of each known part of the wall time, with training split into its parts."""
     seconds = dict(summary.time_s)
-    if seconds:  # clocks of host and device may overlap a little
+    if seconds:  # the parts may exceed `train`, because the clocks of host and device overlap a little
         named = sum(seconds.get(part, 0.0) for part in TRAIN_PARTS)
         seconds["other"] = max(0.0, seconds.get("train", 0.0) - named)
     return {part: seconds[part] for part in SPLIT if part in seconds}
@@ -279,7 +279,7 @@ def _split(summary: Summary) -> dict[str, float]:
 
 
 def _numbers(runs: Sequence[RunFiles]) -> page.Table:
-    """Return a table with a column per run. Rows are joined by label, since failed runs have extra rows."""
+    """Return a table with a column per run. Rows are joined by label, because failed runs have extra rows."""
     rows = []
     for topic, rows_of in TOPICS.items():
         columns = [{row.label: row for row in rows_of(run)} for run in runs]
@@ -313,10 +313,10 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     scores = measured.scores or {}
     accuracies = [name for name in scores if name.startswith("dev") and name.endswith("/accuracy")]
     for name, score in scores.items():
-        note, constant = f"split and metric; {basis} in total", measured.baseline.get(name)
+        note, constant = f"split/metric; {basis} in total", measured.baseline.get(name)
         if [name] == accuracies and measured.examples and (share := number(score)) is not None:
             note += f"; 95 % interval {_share_interval(share, measured.examples)}"
-        note += "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
+        note += "" if constant is None else f"; a constant answer scores {format_decimals(constant)}"
         rows.append(value(score_name(name, measured), score, "decimal", note))
     interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
@@ -328,7 +328,7 @@ def _outcome(run: RunFiles) -> list[TableRow]:
             note = f"{knows}; {format_nats(gap and abs(gap))} {side} the loss"
             rows.append(value(name, entropy, "nats", note))
     unit = _unit(run.training_unit)
-    return [*rows, value("training loss, last", summary.final_loss, unit, "mean over all ranks")]
+    return [*rows, value("last training loss", summary.final_loss, unit, "mean over all ranks")]
 
 
 def _share_interval(share: float, n: int) -> str:
@@ -339,14 +339,14 @@ def _share_interval(share: float, n: int) -> str:
 
 
 def _measured_at(summary: Summary) -> str:
-    """Return the step of the held-out loss as text, if it is not the run's last step."""
+    """Format the step of the held-out loss; "" if it is the run's last step."""
     if summary.heldout_step is None or summary.heldout_step == summary.step:
         return ""
     return f"at step {format_count(summary.heldout_step)}, "
 
 
 def _since(summary: Summary) -> str:
-    """Return the first step of rates, times and memory as text, if an earlier start ran other steps."""
+    """Format the first step that rates, times and memory cover; "" if they cover the whole run."""
     return f", since step {format_count(summary.since_step)}" if summary.since_step else ""
 
 
@@ -390,14 +390,15 @@ def _work(run: RunFiles) -> list[TableRow]:
 
 def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
-    over = f"summed over {_ranks(summary)}"
+    interval = "" if summary.time_s else "; in the last logged interval"  # rank 0 wrote no summary
+    over = f"summed over {_ranks(summary)}{interval}"
     rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
     each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
     micro = f"micro batches of all replicas, {each} per step"
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
-        ("optimizer steps", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}"),
+        ("optimizer steps", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}{interval}"),
         ("global steps", micro_rate, "global steps/s", micro),
         ("samples", summary.samples_per_s, "samples/s", over),
         ("tokens", summary.tokens_per_s, "tokens/s", over),
@@ -407,15 +408,15 @@ def _rates(run: RunFiles) -> list[TableRow]:
         TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
         for label, rate, unit, note in rates
     ]
-    work = "own work of the slowest rank / median of the others, before any gradient reduction"
+    work = "compute time of the slowest rank / median of the others, before any gradient reduction"
     ratio = summary.straggler_ratio
     rows.append(value("straggler ratio", ratio, "ratio", f"{work}{_since(summary)}", console=False))
     if (slow := summary.straggler) is not None:
         lost = f"{format_duration(slow.seconds_per_step)} lost per step"
-        note = f"own work {format_ratio(slow.ratio)} x the others' median, {lost}"
+        note = f"compute time {format_ratio(slow.ratio)} x the others' median, {lost}"
         rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
     peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
-    known = "" if summary.mfu is not None else " unknown"
+    known = "" if summary.mfu is not None else " (unknown)"
     return [*rows, value("MFU", summary.mfu, "percent", f"model FLOPs / {peak}{known}")]
 
 
@@ -434,14 +435,14 @@ def _times(run: RunFiles) -> list[TableRow]:
     if parts:
         split = _split(summary)
         for part in (*TRAIN_PARTS, "other"):
-            note = f"{_share(split.get(part), wall)} of wall, part of train"
+            note = f"{_share(split.get(part), wall)} of the wall time, part of train"
             rows.append(value(SPLIT[part], split.get(part), "duration", note))
     return rows
 
 
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
-    # of this start only, like the energy
+    # tokens since this start, which the energy covers
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
     each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
@@ -449,7 +450,7 @@ def _files(run: RunFiles) -> list[TableRow]:
         ("energy", summary.energy_j, "J", f"{each} per million tokens, {_ranks(summary)}{since}"),
         ("cost", spent.dollars, "$", price),
         ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
-        ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
+        ("CO2", spent.co2_kg, "kg", "energy of all starts x run.grams_co2_per_kwh"),
     ]
     memory = f"highest of {_ranks(summary)}{since}"
     rows = [
@@ -460,7 +461,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     if summary.failed_saves:
         rows.append(value("failed saves", summary.failed_saves, "count", f"see the log{since}"))
     if summary.failed_writes:
-        note = "logs and records: lines are missing"
+        note = "lines missing in logs and records"
         rows.append(value("failed writes", summary.failed_writes, "count", note))
     return rows
 
@@ -497,11 +498,11 @@ TOPICS = {
 
 # --- classes of a finetuned run
 
-MAX_CLASSES = 50  # of a readable matrix
+MAX_CLASSES = 50  # most classes in a readable matrix
 
 
 def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
-    """Return tables of the dev examples in predictions.jsonl; [] if they cannot be read."""
+    """Return tables of the dev examples in predictions.jsonl; [] if the file cannot be read."""
     path, count = run_dir / files.PREDICTIONS, len(labels)
     if not 2 <= count <= MAX_CLASSES or not path.is_file() or path.stat().st_size > GIB:
         return []
@@ -524,7 +525,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
         matrix.append(TableRow(name, [cell(seen[i, j], "count") for j in range(count)]))
     tables = [
         page.Table(scores, ("precision", "recall", "f1", "examples"), "Dev examples by class", "class"),
-        page.Table(matrix, labels, "Confusion matrix", "label, by predicted class"),
+        page.Table(matrix, labels, "Confusion matrix", "class, by predicted class"),
     ]
     return [page.ReportSection("Classes", tables=tables, console=False)]
 
@@ -541,13 +542,13 @@ def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
         if len(set(values)) > 1:
             rows.append(TableRow(key, [TableCell(text) for text in values]))
     differences = page.Table(rows, [run.name for run in runs])
-    notes = [APART] if len(groups) > 1 else []
+    notes = [NOT_COMPARABLE] if len(groups) > 1 else []
     ranked = page.ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
     return [page.ReportSection("Settings that differ", tables=[differences]), ranked]
 
 
 def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
-    """Group runs with comparable losses: same task, vocabulary and share of masked tokens."""
+    """Group runs whose losses are comparable: same task, vocabulary and share of masked tokens."""
     groups: dict[str, list[RunFiles]] = {}
     for run in runs:
         settings, tokenizer = flat(run.config), run.path / files.TOKENIZER
@@ -583,21 +584,21 @@ def _ranking(runs: Sequence[RunFiles]) -> page.Table:
 
 
 def _difference(best: RunFiles, run: RunFiles) -> TableCell:
-    """Return the difference of two held-out losses, with its interval if both are of the same sequences."""
+    """Return the difference of two held-out losses, with its interval if the sequences match."""
     a, b = best.summary.heldout_loss, run.summary.heldout_loss
     if a is None or b is None:
         return TableCell(NA)
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # else another evaluation
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # same evaluation
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"± 95 % over {count_of(len(apart), 'sequence')}: same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)
     return TableCell(f"{b - a:+.4f}", "different sequences")
 
 
-# --- words
+# --- short texts
 
 
 def _steps(ends: Sequence[int]) -> str:

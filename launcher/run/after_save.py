@@ -18,11 +18,11 @@ LOG = "logs/after-save.log"
 
 
 class AfterSave:
-    """Context manager around a run; call `poll` often. One command runs at a time; of the checkpoints saved
-    meanwhile, only the newest is passed to the next one. A failure is reported in one line of `log`."""
+    """Context manager that runs a command on new checkpoints; its caller must poll often. One command runs at
+    a time. Of the checkpoints saved meanwhile, only the newest is passed to the next command."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
-        """Prepare; an empty `command` runs nothing."""
+        """`command`: words of the command; empty = run nothing. `log` prints a line if the command fails."""
         self._command, self._run_dir, self._log = command, run_dir, log
         self._passed = self._newest()
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,10 +31,10 @@ class AfterSave:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Run the command on the last checkpoint and wait for it; a stop signal kills it."""
-        with stop_signals() as came:
+        """Run the command on the last checkpoint and wait for it. A stop signal kills the command."""
+        with stop_signals() as received:
             self.poll()
-            while self._process is not None and not came:
+            while self._process is not None and not received:
                 time.sleep(POLL_S)
                 self.poll()
         if self._process is not None:
@@ -58,14 +58,14 @@ class AfterSave:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        start_new_session=True,  # a terminal's Ctrl-C stops the run, not the command
+                        start_new_session=True,  # a terminal's Ctrl-C must not stop the command
                         env={**os.environ, **child_environment()},
                     )
             except OSError as error:
                 self._log(f"warning: --after-save: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Find the newest checkpoint and its mtime in ns: a restarted run may save a step again."""
+        """Return the newest checkpoint and its mtime in ns, because a restarted run may save a step again."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns
@@ -73,5 +73,5 @@ class AfterSave:
 
     def _report(self, code: int) -> None:
         if code and self._passed is not None:
-            how = f"{self._passed[0].name}: {describe_exit_code(code, '')}"
-            self._log(f"warning: --after-save failed for {how}; see {self._run_dir / LOG}")
+            problem = f"{self._passed[0].name}: {describe_exit_code(code, '')}"
+            self._log(f"warning: --after-save failed for {problem}; see {self._run_dir / LOG}")

@@ -13,14 +13,14 @@ from launcher.machine.environment import existing
 from launcher.run import peers
 from launcher.run.nodes import Place
 
-LINK_S = 90.0  # limit for one measurement, imports included
-MAX_CLOCK_S = 1.0
-SILENT_S = 30.0  # silence after which a launcher counts as lost
+LINK_S = 90.0  # limit for one measurement, including imports
+MAX_CLOCK_S = 1.0  # largest clock difference without a warning
+SILENT_S = 30.0  # a launcher counts as lost after this time without a message
 
 
 def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[list[Finding], int]:
-    """Check the nodes; return the findings (on node 0 only) and the exit code. Raises ConfigError if a run
-    would also be refused: a missing node, different versions or data, no shared directory."""
+    """Check the nodes; return the findings (on node 0 only) and the exit code. Raise ConfigError if a run
+    would be refused: a node is missing, versions or data differ, or no directory is shared."""
     directory = existing(run_dir.resolve())
     hello = peers.hello_of(job.load("quickstart", [], run_dir), place, 1)
     data_hash = read_manifest(data).hash if data else ""
@@ -38,7 +38,7 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
 
 
 def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Compare a node's clock with ours, to within half the round-trip time."""
+    """Compare a node's clock with node 0's, to within half the round-trip time."""
     offset_s, error_s = nodes.clock_offset(rank)
     message = f"clock of {nodes.name(rank)}: {offset_s * 1e3:+.0f} ms ± {error_s * 1e3:.0f} ms from node 0's"
     if abs(offset_s) <= MAX_CLOCK_S + error_s:
@@ -47,7 +47,7 @@ def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _link(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Measure an all-reduce between a local rank and one on node `rank`."""
+    """Measure an all-reduce between a rank on this node and a rank on node `rank`."""
     place, what = nodes.place, f"all-reduce with {nodes.name(rank)}"
     with peers.listen(place.address, 0) as store:
         port: int = store.getsockname()[1]
@@ -63,14 +63,14 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
-    """Run one of two ranks; return rank 0's output line, or the error. `store`: rank 0's bound socket."""
+    """Run one of the two ranks; return (output, error) like run_command. `store`: rank 0's bound socket."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)
 
 
 def _serve(place: Place, directory: Path, data_hash: str, hello: peers.Message) -> int:
-    """Run the measurements requested by node 0, and return its exit code. Raises ConfigError."""
+    """Run the measurements that node 0 requests; return its exit code. Raise ConfigError for its issues."""
     member = peers.join(place, directory, hello, SILENT_S)
     member.link.send("data", hash=data_hash, issues=[])
     while (order := member.next()) is not None and order["kind"] == "start":

@@ -1,6 +1,6 @@
-"""Display and finish a run that was started by another launcher, as a child process of rank 0.
+"""Display and complete a run that another launcher started, in a child process of rank 0.
 
-`python -m launcher.run.follow RUN RANKS RANKS_HERE`: rank 0 keeps its standard input open until it exits."""
+Rank 0 runs `python -m launcher.run.follow RUN RANKS LOCAL_RANKS`, and closes the child's input on exit."""
 
 import os
 import select
@@ -25,21 +25,21 @@ from launcher.watch.display import Display
 
 
 def main(run_dir: Path, ranks: int, here: int) -> None:
-    """Follow rank 0 until it exits, then complete summary.json, write the page and show the result."""
-    os.nice(19)  # ranks have priority
+    """Display the run until rank 0 exits, then complete summary.json, write the page and show the result."""
+    os.nice(19)  # gives priority to the ranks
     rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
     began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())
     config, log = load_config(run_dir / "config.yaml"), logger(console, as_json=False)
     machine = {**environment.probe(run_dir).to_json(), "command": command, "launcher": None}
-    files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its part
+    files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its own facts
     log(f"run directory: {run_dir}")
     with Loggers(run_dir, config.log.to, log), Display(run_dir, console, config) as display:
-        os.write(0, b"\n")  # ready: further output of rank 0 is shown
+        os.write(0, b"\n")  # lets rank 0 continue: its records are now displayed
         while not select.select([0], [], [], POLL_S)[0]:
             display.poll()
         display.poll()
     unknown = Failure(kind="no_cause", message="rank 0 exited without a summary")
-    gone = failure.RankExit(0, None, time.monotonic_ns())  # only its parent can read its exit code
+    gone = failure.RankExit(0, None, time.monotonic_ns())  # its exit code is readable only by its parent
     logs = run_dir / "logs"
     cause = failure.first_cause(logs, "", (gone,), failure.recorded_errors(logs)) or unknown
     cause = failure.explain(cause, run_dir, ranks, memory.facts(), here)

@@ -1,8 +1,8 @@
-"""Send the records of a run to TensorBoard, Weights & Biases, MLflow or trackio, each from a child process.
+"""Send a run's records to TensorBoard, Weights & Biases, MLflow or trackio, each from a child process.
 
-The child, `python -m launcher.run.loggers RUN SERVICE`, runs until its standard input is closed, by the
-launcher or by its exit. It prints lines for the user; output of the service goes to logs/loggers.log. Its
-exit code is 0 if everything was sent, INCOMPLETE if it has printed a warning.
+A child, `python -m launcher.run.loggers RUN SERVICE`, runs until the launcher exits or closes the child's
+standard input. It prints lines for the user; the output of the service goes to logs/loggers.log. Its exit
+code is 0 if it sent everything, INCOMPLETE if it printed a warning.
 """
 
 import contextlib
@@ -30,29 +30,29 @@ from launcher import results
 from launcher.log import Log
 from launcher.run.processes import stop_signals
 
-INCOMPLETE = 3
-SERVICES_S = 8.0  # limit for the services after the end of the run
-POLL_S = 1.0
-WAIT_S = 0.02
+INCOMPLETE = 3  # exit code of a child that printed a warning
+SERVICES_S = 8.0  # limit for all services after the end of the run
+POLL_S = 1.0  # interval at which a child reads new records
+WAIT_S = 0.02  # interval at which the launcher checks for exited children
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
-MLFLOW_PARAMS = 100  # limit of one request
-MLFLOW_CHARACTERS = 6000  # limit of a parameter; a tag may have 8000
-# record file -> prefix of its numbers, and keys not to send
+MLFLOW_PARAMS = 100  # limit of parameters in one request
+MLFLOW_CHARACTERS = 6000  # limit of characters in a parameter; a tag may have 8000
+# record file -> (prefix of its keys, keys that are not sent)
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
 Scalar = str | int | float | bool
 
 
 class Loggers:
-    """Context manager that sends a run's records to services. Errors of a child never affect the run."""
+    """Context manager that sends a run's records to services. A child's errors do not affect the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """Prepare; `log` prints the children's lines. `wait`: on exit, wait until everything is sent."""
+        """`log` prints the children's lines. `wait`: on exit, wait until everything is sent."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
-        # on exit: 0 = everything was sent; 1 = not everything; 128 + N = signal N stopped the wait
+        # after the block: 0 = everything was sent; 1 = something was not; 128 + N = signal N ended the wait
         self.exit_code = 0
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ class Loggers:
                 stdout=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # a terminal's Ctrl-C stops the run, not the child
+                start_new_session=True,  # a terminal's Ctrl-C must not stop the child
             )
             relay = threading.Thread(target=self._print_lines, args=(child.stdout,), daemon=True)
             relay.start()
@@ -76,15 +76,15 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input, wait for them and kill the rest. A stop signal ends the wait early."""
+        """Close the children's input, await their exit, and kill late ones. A stop signal ends the wait."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
             child.stdin.close()
         deadline = time.monotonic() + self._limit_s
-        with stop_signals() as came:
+        with stop_signals() as received:
             while any(child.poll() is None for child in children):
-                if came or time.monotonic() > deadline:
+                if received or time.monotonic() > deadline:
                     break
                 time.sleep(WAIT_S)
         for name, child, relay in self._children:
@@ -93,33 +93,33 @@ class Loggers:
             code = child.wait()
             relay.join(1.0)
             if code not in (0, INCOMPLETE):
-                how = "it did not exit in time" if is_late else describe_exit_code(code, "without a message")
-                self._log(incomplete(self._run_dir, name, how))
+                end = "it did not exit in time" if is_late else describe_exit_code(code, "without a message")
+                self._log(incomplete(self._run_dir, name, end))
             self.exit_code = int(self.exit_code or code != 0)
-        if came:
-            self.exit_code = 128 + came[0]
+        if received:
+            self.exit_code = 128 + received[0]
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
-    """Send a whole run to services, as a new run there. Returns an exit code: 0, 1 or 128 + signal."""
+    """Send all records of a run to services, as a new run in each. Return the exit code of Loggers."""
     with Loggers(run_dir.resolve(), names, log, wait=True) as loggers:
         pass
     return loggers.exit_code
 
 
 def incomplete(run_dir: Path, service: str, problem: str) -> str:
-    """Format the warning about unsent records."""
+    """Format the warning that records were not sent."""
     return (
-        f"warning: nothing more of this run is sent to {service} ({problem}; see {run_dir / LOG}); "
+        f"warning: no further records of this run are sent to {service} ({problem}; see {run_dir / LOG}); "
         f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
     )
 
 
 def main(run_dir: Path, service: str) -> int:
-    """Send a run until the launcher signals its end. An exception becomes one warning."""
-    for number in files.STOP_SIGNALS:  # the launcher decides when we exit
+    """Send a run's records until standard input closes, and return the exit code. Log any exception."""
+    for number in files.STOP_SIGNALS:  # the launcher decides when this process exits
         signal.signal(number, signal.SIG_IGN)
-    os.nice(19)  # ranks have priority
+    os.nice(19)  # gives priority to the ranks
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     (run_dir / LOG).parent.mkdir(exist_ok=True)
     with (run_dir / LOG).open("ab") as file:
@@ -131,15 +131,15 @@ def main(run_dir: Path, service: str) -> int:
     except Exception as error:
         first = (str(error).strip() or "no message").splitlines()[0]
         log(incomplete(run_dir, service, f"{type(error).__name__}: {first}"))
-        with contextlib.suppress(OSError):  # a log on a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             traceback.print_exc()
         return INCOMPLETE
     return 0
 
 
 def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log: Log) -> None:
-    """Send the settings, all records as they arrive, and the summary. `wait_for_end(seconds)` returns whether
-    the run is over. Raises any error."""
+    """Send the settings, each new record, and finally the summary. `wait_for_end(seconds)` waits until
+    the run ends or for `seconds`, and returns whether the run has ended. Raise any error of the service."""
     config = flat(read_yaml(run_dir / "config.yaml"))
     settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
     name = f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -148,18 +148,18 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
     readers = [StepReader(run_dir / file) for file in RECORDS]
     is_over = False
     while not is_over:
-        is_over = wait_for_end(POLL_S)  # before reading, so that every line written before the end is sent
-        # metrics.jsonl is read first: evaluations before its last line are in evals.jsonl by then
+        is_over = wait_for_end(POLL_S)  # before reading, so that the last lines are sent too
+        # metrics.jsonl is read first; evals.jsonl then contains every evaluation up to the last step read
         for step, values in sorted((row for reader in readers for row in reader.rows()), key=itemgetter(0)):
             writer.write(step, values)
     last = max(reader.sent for reader in readers)
     writer.finish(last, *summary_facts(run_dir))
-    with (run_dir / LOG).open("a") as file:  # raises on a lost or full disk, which some services ignore
+    with (run_dir / LOG).open("a") as file:  # raises if the disk is full or lost, which some services ignore
         file.write(f"{service}: sent up to step {last}\n")
 
 
 class StepReader:
-    """Read new lines of a record file, each step once: steps repeated after a restart are skipped."""
+    """Reader of new lines in a record file. It skips steps that are repeated after a restart."""
 
     def __init__(self, path: Path):
         self.sent = 0
@@ -167,7 +167,7 @@ class StepReader:
         self._prefix, self._left_out = RECORDS[path.name]
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield step and numbers of each new complete line; damaged lines are skipped."""
+        """Yield the step and the numbers of each new complete line. Skip damaged lines."""
         while lines := self._tail.lines()[0]:
             for line in lines:
                 try:
@@ -183,8 +183,8 @@ class StepReader:
 
 
 def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
-    """Return the values of summary.json with the paths of page and checkpoint, and the exit code. A run
-    without a summary has no values and exit code 1."""
+    """Return the values of summary.json with the paths of page and checkpoint, and the exit code. Without a
+    summary, return ({}, 1)."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is None:
         return {}, 1
@@ -196,16 +196,16 @@ def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
 
 
 class Writer(NamedTuple):
-    """A new run in a service. Its functions may raise any exception."""
+    """Functions that write a new run of a service. They may raise any exception."""
 
     where: str  # path or address of the run
-    write: Callable[[int, Mapping[str, float]], object]  # sends the numbers of a step; steps never decrease
+    write: Callable[[int, Mapping[str, float]], object]  # send the numbers of a step; steps never decrease
     finish: Callable[[int, Mapping[str, Scalar], int], object]
-    """Send the (possibly empty) summary at the last step, and close the run with the exit code."""
+    """Send the summary, which may be empty, at the last step, and close the run with the exit code."""
 
 
 def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open event files in RUN/tensorboard: scalars, and tables of settings and summary under Text."""
+    """Open event files in RUN/tensorboard. The Text page shows tables of the settings and the summary."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary as Scalars
     from tensorboard.plugins.text.summary_v2 import text_pb
@@ -237,10 +237,10 @@ def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -
 def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
     """Open a Weights & Biases run, offline in RUN/wandb unless WANDB_MODE is set."""
     if os.environ.setdefault("WANDB_MODE", "offline") == "offline":
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # would send wandb's own errors
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise wandb sends error reports
     import wandb
 
-    # this process differs from the run in host, code, output and load
+    # without these settings, wandb describes this process instead of the ranks
     off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -261,7 +261,7 @@ def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writ
 def open_mlflow(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
     """Open an MLflow run in the file store RUN/mlflow, or at MLFLOW_TRACKING_URI if that is set."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the only local store of mlflow-skinny
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no other local store
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
 
@@ -289,7 +289,7 @@ def open_mlflow(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Wri
 
 
 def open_trackio(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open a trackio run in RUN/trackio, unless TRACKIO_DIR or a server is set."""
+    """Open a trackio run in RUN/trackio, unless the environment names another directory or a server."""
     where = os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
     import trackio
 

@@ -1,5 +1,5 @@
-"""Find this launcher's node in a multi-node run, from options or from the variables of Slurm, Kubeflow's
-trainer or SkyPilot."""
+"""Determine the node of this launcher in a multi-node run, from options or from the variables of Slurm,
+Kubeflow's trainer or SkyPilot."""
 
 import ipaddress
 import os
@@ -13,8 +13,8 @@ import psutil
 from bert_dp.config import MAX_RANKS, ConfigError, Issue
 from bert_dp.config.errors import IssueKind
 
-PORT = 29400  # default if the cluster manager sets none
-SLURM_PORTS = range(15000, 31000)  # below the ephemeral ports; one port per job
+PORT = 29400  # default if the cluster manager sets no port
+SLURM_PORTS = range(15000, 31000)  # below the ephemeral ports; the job ID selects one
 
 
 class Place(NamedTuple):
@@ -25,11 +25,11 @@ class Place(NamedTuple):
     address: str  # IP address of the rendezvous, on node 0
     port: int
     interface: str  # network interface for the ranks of this node
-    nproc: str = "auto"  # number of ranks on this node if --nproc gives none
+    nproc: str = "auto"  # number of ranks on this node if --nproc is not passed
 
 
 class Variables(NamedTuple):
-    """Values set by a cluster manager (None = not set)."""
+    """Values that a cluster manager has set. None = not set."""
 
     nodes: str | None = None
     rank: str | None = None
@@ -52,11 +52,11 @@ def find_place(
 ) -> Place | None:
     """Return the node of this launcher; None for a run on one node. Options override variables.
 
-    Raises ConfigError for missing, out-of-range or contradictory values, and for a rendezvous that other
-    nodes cannot reach.
+    Raise ConfigError if a value is missing, out of range or contradictory, or if other nodes cannot reach the
+    rendezvous.
     """
-    engine = Variables() if nnodes == 1 else engine_variables(environ)
-    nodes = _number("--nnodes", nnodes, engine.nodes)
+    manager = Variables() if nnodes == 1 else manager_variables(environ)
+    nodes = _number("--nnodes", nnodes, manager.nodes)
     options = {"--node-rank": node_rank, "--rendezvous": rendezvous, "--interface": interface}
     named = [name for name, value in options.items() if value is not None]
     if nodes is None and named:
@@ -64,25 +64,25 @@ def find_place(
         raise refusal("--nnodes", "missing", message, "pass the number of nodes")
     if nodes in (None, 1):
         return None
-    rank = _number("--node-rank", node_rank, engine.rank)
-    meet = rendezvous or (engine.host and f"{engine.host}:{engine.port}")
+    rank = _number("--node-rank", node_rank, manager.rank)
+    endpoint = rendezvous or (manager.host and f"{manager.host}:{manager.port}")
     needed = f"is needed for {nodes} nodes"
     if rank is None:
         raise refusal("--node-rank", "missing", needed, "number the nodes from 0")
     if not 0 <= rank < nodes:
-        message, hint = f"{rank} with {nodes} nodes", f"use 0 to {nodes - 1}"
+        message, hint = f"{rank} is out of range for {nodes} nodes", f"use 0 to {nodes - 1}"
         raise refusal("--node-rank", "out_of_range", message, hint, rank)
-    if not meet:
+    if not endpoint:
         raise refusal("--rendezvous", "missing", needed, "pass HOST:PORT of node 0")
-    address, port = _resolve(meet)
-    return Place(nodes, rank, address, port, _interface(interface, address), engine.nproc)
+    address, port = _resolve(endpoint)
+    return Place(nodes, rank, address, port, _interface(interface, address), manager.nproc)
 
 
-def engine_variables(environ: Mapping[str, str]) -> Variables:
-    """Read the variables of the cluster manager that started this process on several nodes. Raises
-    ConfigError if two managers contradict each other, or srun started several launchers on a node."""
+def manager_variables(environ: Mapping[str, str]) -> Variables:
+    """Read the variables of the cluster manager that started this process on several nodes. Raise ConfigError
+    if two managers contradict each other, or if srun started several launchers on a node."""
     get, found = environ.get, {}
-    # variables of a step; a batch script has SLURM_NNODES too, but runs only one launcher
+    # not SLURM_NNODES, which is also set in a batch script, where only one launcher runs
     if (nodes := get("SLURM_STEP_NUM_NODES", "1")) != "1":
         if (tasks := get("SLURM_STEP_NUM_TASKS", nodes)) != nodes:
             message = f"{tasks} tasks on {nodes} nodes, but each node needs one launcher"
@@ -100,19 +100,19 @@ def engine_variables(environ: Mapping[str, str]) -> Variables:
         found["SkyPilot"] = Variables(nodes, get("SKYPILOT_NODE_RANK"), hosts[0] if hosts else None)
     if len({each[:2] for each in found.values()}) > 1:
         each = ", ".join(f"{name}: node {found[name].rank} of {found[name].nodes}" for name in found)
-        hint = "unset the variables of one, or pass --nnodes 1 for one node"
+        hint = "unset the variables of one manager, or pass --nnodes 1 for one node"
         raise refusal("--nnodes", "conflict", f"cluster managers contradict each other ({each})", hint)
     return next(iter(found.values()), Variables())
 
 
 def first_host(names: str) -> str:
-    """Return the first host of Slurm's list: `node[01-03,7],gpu2` -> node01."""
+    """Return the first host of a Slurm node list, for example `node01` of `node[01-03,7],gpu2`."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,]*)", names)
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
 def _number(option: str, given: int | None, text: str | None) -> int | None:
-    """Return the option's value, else the variable's. Raises ConfigError."""
+    """Return the value of the option, else of the variable `text`. Raise ConfigError if `text` is invalid."""
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
@@ -121,32 +121,32 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
     return int(text)
 
 
-def _resolve(meet: str) -> tuple[str, int]:
-    """Return IP address and port of HOST:PORT. Raises ConfigError."""
-    host, _, port = meet.rpartition(":")
+def _resolve(endpoint: str) -> tuple[str, int]:
+    """Return the IP address and the port of HOST:PORT. Raise ConfigError if other nodes cannot use them."""
+    host, _, port = endpoint.rpartition(":")
     hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise refusal("--rendezvous", "wrong_type", f"{meet} is not HOST:PORT", hint, meet)
+        raise refusal("--rendezvous", "wrong_type", f"{endpoint} is not HOST:PORT", hint, endpoint)
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         message = f"{host} cannot be resolved ({error})"
-        raise refusal("--rendezvous", "not_found", message, hint, meet) from None
+        raise refusal("--rendezvous", "not_found", message, hint, endpoint) from None
     address = str(found[0][4][0])
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.is_loopback or ip.is_unspecified:
         message = f"{host} ({address}) cannot be reached from other nodes"
-        raise refusal("--rendezvous", "unsupported", message, hint, meet)
+        raise refusal("--rendezvous", "unsupported", message, hint, endpoint)
     return address, int(port)
 
 
 def _interface(name: str | None, address: str) -> str:
-    """Check interface `name`; None: find the one on the route to the rendezvous. Raises ConfigError."""
+    """Return `name`, or the interface that routes to `address`. Raise ConfigError if it does not exist."""
     interfaces, here = psutil.net_if_addrs(), socket.gethostname()
     if name is None:
         try:
             with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
-                probe.connect((address, PORT))  # sends nothing: the kernel chooses the route
+                probe.connect((address, PORT))  # sends no packet; the kernel chooses the route
                 own = probe.getsockname()[0]
         except OSError as error:
             message = f"{here} has no route to {address} ({error.strerror})"
@@ -160,5 +160,5 @@ def _interface(name: str | None, address: str) -> str:
 
 
 def family(address: str) -> socket.AddressFamily:
-    """Return the family of `address`, IPv6 or IPv4."""
+    """Return the address family of an IPv6 or IPv4 address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,7 +1,7 @@
-"""Connect the launchers of a multi-node run: node 0 coordinates, the others are members.
+"""Connect the launchers of a multi-node run: node 0 coordinates, the other nodes are members.
 
-They exchange lines of JSON over one TCP connection per member, bound to the rendezvous address. A member
-proves that it sees the run directory by a secret in a file there. Nothing is encrypted: we trust the network.
+They exchange lines of JSON over one TCP connection per member, at the rendezvous address. A member proves its
+access to the run directory with a secret stored there. Messages are not encrypted: the network is trusted.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import hangs
 from launcher.watch.failure import RanksEnded, first_line
 
-BEAT_S = 1.0
+BEAT_S = 1.0  # interval between beats
 ARRIVE_S = 120.0  # limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
-REFUSE_S = 10.0  # wait for late launchers, to tell them that node 0 was refused
-SUSPENDED_S = 5.0  # a longer delay of our own beat: this process was stopped and read nothing
+REFUSE_S = 10.0  # limit for late launchers to connect and learn why node 0 was refused
+SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
 ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
-LINE_BYTES = 2**26
-SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")
+LINE_BYTES = 2**26  # limit of a message
+SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")  # name of the file with the secret
 
 Message = dict[str, Any]
 
@@ -47,18 +47,18 @@ Message = dict[str, Any]
 class Order(NamedTuple):
     """Instructions for a node's ranks, derived from the state of the other nodes."""
 
-    failed: bool  # a rank on another node failed: the ranks here get time to save, then exit
-    over: bool  # kill the ranks now
+    failed: bool  # a rank on another node failed, so this node's ranks may save and must exit
+    over: bool  # this node's ranks must be killed now
     signal: int = 0  # stop signal received on another node; 0 = none
 
 
 class Link:
-    """One connection. One thread reads messages, another sends a beat with `status` every second."""
+    """Connection between two launchers. One thread reads; another sends `status` in a beat every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: silence after which the other side counts as lost; at least SUSPENDED_S."""
+        """`limit_s`: after this silence, the other launcher counts as lost; at least SUSPENDED_S."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # also limits a send if the link is cut and the buffer is full; the system accepts at most 2**31 - 1
+        # limits a send while the link is cut and the buffer is full; the kernel accepts at most 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
@@ -75,7 +75,7 @@ class Link:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message. If the other launcher has gone, the message is lost and `closed_s` is set."""
+        """Send a message. If the other launcher has exited, discard the message and set `closed_s`."""
         line = json.dumps({"kind": kind, **facts}).encode() + b"\n"
         try:
             with self._lock:
@@ -84,11 +84,11 @@ class Link:
             self.drop()
 
     def drop(self) -> None:
-        """Mark the other side as gone."""
+        """Record that the link has closed."""
         self.closed_s = self.closed_s or time.monotonic()
 
     def next(self) -> Message:
-        """Read a message. Raises OSError at the end of the stream, and ValueError for invalid input."""
+        """Read a message. Raise OSError at the end of the stream, ValueError if the message is invalid."""
         line = self._reader.readline(LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("closed")
@@ -98,17 +98,17 @@ class Link:
         return message
 
     def silent_s(self) -> float:
-        """Return the seconds from the last message received until now or until the link closed."""
+        """Return the seconds between the last message and now, or the time when the link closed."""
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
-        """Return why the launcher at the other end counts as lost, or None if it does not."""
+        """Return why the other launcher, `name`, counts as lost; None if it does not."""
         if (silent_s := self.silent_s()) >= self._limit_s:
             return f"{name} is lost: no message for {silent_s:.0f} s; the machine or the link has failed"
         return f"{name} is lost: its launcher has exited" if self.closed_s else None
 
     def close(self) -> None:
-        """Close after the other side has read everything and closed: a reset would discard unread data."""
+        """Close the link once the other launcher has closed it, because a reset would discard unread data."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._reading.join(2.0)
@@ -146,7 +146,7 @@ def _name(rank: int, host: object) -> str:
 
 
 def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -> Message:
-    """Return the facts about this node that are compared between nodes."""
+    """Return the message with the facts about this node that node 0 compares with its own."""
     host = socket.gethostname()
     return {
         "rank": place.rank,
@@ -161,7 +161,7 @@ def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -
 
 
 def _differences(first: Message, other: Message) -> list[Issue]:
-    """Find differences between node 0 and another node in facts that must be equal."""
+    """Return an issue for each fact that must be equal but differs between node 0 and another node."""
     name = _name(other["rank"], other["host"])
     kinds = {True: "GPUs", False: "CPU cores"}
     hints = {
@@ -179,14 +179,14 @@ def _differences(first: Message, other: Message) -> list[Issue]:
     ]
     hint = "use the same versions and configuration on every node"
     return [
-        Issue(setting, "conflict", f"{theirs} on {name} and {own} on node 0", hint=hints.get(setting, hint))
-        for setting, own, theirs in differ
-        if own != theirs
+        Issue(setting, "conflict", f"{there} on {name} and {here} on node 0", hint=hints.get(setting, hint))
+        for setting, here, there in differ
+        if here != there
     ]
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Bind a socket to one address. Raises ConfigError."""
+    """Return a socket that listens at an address and a port. Raise ConfigError if they are unusable."""
     try:
         return socket.create_server((address, port), family=family(address), backlog=128)
     except OSError as error:
@@ -196,18 +196,18 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Coordinator:
-    """Coordinate the other nodes from node 0: their connections, newest messages and losses."""
+    """Coordinator on node 0: links to the members, their newest messages, and lost members."""
 
     def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
         self.place, self._log, self._limit_s = place, log, limit_s
         self._secret, self._file = secrets.token_hex(32), run_dir / f".nodes-{secrets.token_hex(16)}"
-        self._links: list[Link] = []  # of members, and of launchers that are refused
+        self._links: list[Link] = []  # links to members and to launchers that are refused
         self._members: dict[int, Link] = {}
         self._hellos: dict[int, Message] = {}
-        self._said: dict[tuple[int, str], Message] = {}  # (node, kind) -> newest message
+        self._newest: dict[tuple[int, str], Message] = {}  # (node, kind) -> newest message
         self._issues: list[Issue] = []
         self._changed = threading.Condition()
-        self._attempt, self._told_failed = 0, False
+        self._attempt, self._sent_failed = 0, False
         self._cause: Failure | None = None
         self._has_ended = False
         self._listener = listen(place.address, place.port)
@@ -221,7 +221,7 @@ class Coordinator:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 connection, _ = self._listener.accept()
                 threading.Thread(target=self._admit, args=[connection], name="admit", daemon=True).start()
@@ -242,7 +242,7 @@ class Coordinator:
                         hosts = f"{self._hellos[rank]['host']} and {hello['host']}"
                         message, hint = f"{rank} was passed on two nodes, {hosts}", "number the nodes from 0"
                         issues = [Issue("--node-rank", "conflict", message, rank, hint=hint)]
-                        link.start(lambda message: None)  # its messages must not replace the first one's
+                        link.start(lambda message: None)  # its messages must not replace the first launcher's
                     else:
                         self._hellos[rank], self._members[rank] = hello, link
                         link.start(lambda message: self._note(rank, message))
@@ -252,12 +252,12 @@ class Coordinator:
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
         with self._changed:
             if message is not None:
-                self._said[rank, message["kind"]] = {**message, "heard_ns": time.monotonic_ns()}
+                self._newest[rank, message["kind"]] = {**message, "heard_ns": time.monotonic_ns()}
             self._issues += issues
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until `is_done`, until a node is lost or refused, or for `seconds`; return `is_done()`."""
+        """Wait until `is_done()`, a node is lost or refused, or `seconds` have passed. Return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -267,15 +267,15 @@ class Coordinator:
         return done
 
     def _refuse(self) -> None:
-        """Raise ConfigError for all issues so far and a lost node, if there are any."""
+        """Raise ConfigError if there are issues or a node is lost."""
         if lost := self.lost():
-            self._issues.append(Issue("--nnodes", "not_found", lost, hint="check its output there"))
+            self._issues.append(Issue("--nnodes", "not_found", lost, hint="check the output of that node"))
         if self._issues:
             raise ConfigError(self._issues)
 
     def gather(self, hello: Message) -> None:
-        """Wait for the launchers of all nodes; `hello`: facts about node 0. Raises ConfigError if a launcher
-        does not connect, and for differences between nodes."""
+        """Wait for the launchers of all nodes. `hello`: facts about node 0. Raise ConfigError if a launcher
+        does not connect, or if nodes differ in facts that must be equal."""
         self._hellos[0] = hello
         others = range(1, self.place.nodes)
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)
@@ -284,7 +284,7 @@ class Coordinator:
         self._refuse()
         if missing := [f"node {k}" for k in others if k not in self._members]:
             message = f"{', '.join(missing)} did not connect within {ARRIVE_S:.0f} s"
-            hint = "start `bert-dp train` there with the same --rendezvous, and check its output"
+            hint = "start `bert-dp train` with the same --rendezvous on every node, and check its output"
             raise refusal("--nnodes", "missing", message, hint, self.place.nodes)
         with_ranks = (f"{self.name(k)} with {count_of(n, 'rank')}" for k, n in enumerate(self.counts))
         self._log(f"nodes: {', '.join(with_ranks)}")
@@ -303,7 +303,7 @@ class Coordinator:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def lost(self) -> str | None:
-        """Describe a node whose launcher exited or sent nothing for hang_after_s, if there is one."""
+        """Describe a node whose launcher exited or is silent for hang_after_s; None if there is none."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
@@ -314,11 +314,11 @@ class Coordinator:
     def _all(self, kind: str, attempt: int | None = None) -> dict[int, Message]:
         """Return each node's newest message of this kind; `attempt`: only messages of this attempt."""
         with self._changed:
-            said = {rank: self._said[rank, kind] for rank in self._members if (rank, kind) in self._said}
-        return {k: message for k, message in said.items() if attempt in (None, message.get("attempt"))}
+            newest = {k: self._newest[k, kind] for k in self._members if (k, kind) in self._newest}
+        return {k: message for k, message in newest.items() if attempt in (None, message.get("attempt"))}
 
     def check_data(self, data_hash: str) -> None:
-        """Compare the data of all nodes. Raises ConfigError."""
+        """Raise ConfigError if the data on a node is unusable or differs from node 0's."""
         self._wait(lambda: len(self._all("data")) == len(self._members), None)
         for rank, message in self._all("data").items():
             self._issues += [Issue(**issue).within(self.name(rank)) for issue in message["issues"]]
@@ -333,18 +333,18 @@ class Coordinator:
         self._members[rank].send(kind, **facts)
 
     def clock_offset(self, rank: int) -> tuple[float, float]:
-        """Return the seconds that a node's clock is ahead of ours, and their error. Raises ConfigError."""
+        """Return (offset from node 0's clock, error) in seconds. Raise ConfigError if the node is lost."""
         began_s, began_ns = time.time(), time.monotonic_ns()
         self.ask(rank, "clock")
         if not self._wait(lambda: rank in self._all("clock"), None):
             raise ConfigError([Issue("--nnodes", "not_found", self.lost() or "")])
-        said = self._all("clock")[rank]
-        half_s = (said["heard_ns"] - began_ns) / 2e9
-        return said["now_s"] - began_s - half_s, half_s
+        message = self._all("clock")[rank]
+        half_s = (message["heard_ns"] - began_ns) / 2e9
+        return message["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Tell all nodes to start their ranks; return the start of ours. `config`: text of config.yaml."""
-        self._attempt, self._told_failed = self._attempt + 1, False
+        """Start the members' ranks; return the RankStart of node 0's. `config`: text of config.yaml."""
+        self._attempt, self._sent_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]
         shared: dict[str, Any] = {"attempt": self._attempt, "config": config, "store_port": port}
@@ -355,37 +355,38 @@ class Coordinator:
         return dataclasses.replace(start, nproc=self.counts[0], node=node)
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
-        """Tell the members if a rank here has failed, and return the instructions for ours. A rank that exits
-        before the summary is written has failed, whatever its exit code."""
-        if failed and not self._told_failed:
-            self._told_failed = True
+        """Notify the members if a rank of node 0 has failed, and return instructions for node 0's ranks. A
+        rank that exits before the summary is written has failed, whatever its exit code."""
+        if failed and not self._sent_failed:
+            self._sent_failed = True
             self._send("failed")
         beats = self._all("beat", self._attempt).values()
         ended = self._all("ended", self._attempt).values()
         has_failed = any(beat.get("failed") for beat in beats) or any(each["ended"]["code"] for each in ended)
-        with contextlib.suppress(OSError):  # of a file server that does not answer
+        with contextlib.suppress(OSError):  # raised if a file server does not answer
             if any(beat.get("left") for beat in beats) and not (self._file.parent / "summary.json").exists():
                 has_failed = True
         return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
-        """Return the largest number of seconds since a node's last message."""
+        """Return the seconds since the last message of the member that has been silent longest."""
         return max((link.silent_s() for link in self._members.values()), default=0.0)
 
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
-        """Return the last heartbeat and process state of each rank on the other nodes."""
+        """Return the latest heartbeat and process state of each rank on the other nodes."""
         beats = self._all("beat", self._attempt).values()
         return {
             int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each.get("ranks", {}).items()
         }
 
     def ask_for_evidence(self) -> None:
+        """Request the stacks and collectives of all members' ranks."""
         with self._changed:
-            self._said = {key: said for key, said in self._said.items() if key[1] != "evidence"}
+            self._newest = {key: each for key, each in self._newest.items() if key[1] != "evidence"}
         self._send("look")
 
     def evidence(self) -> dict[int, tuple[tuple[hangs.Frame, ...], hangs.Collectives]]:
-        """Wait for stacks and collectives of the other nodes' ranks; nodes without an answer are left out."""
+        """Return the requested stacks and collectives by rank. Omit nodes that do not answer in time."""
         self._wait(lambda: len(self._all("evidence")) == len(self._members), hangs.ANSWER_S)
         return {
             int(rank): (tuple(hangs.Frame(*frame) for frame in stack), collectives)
@@ -393,27 +394,27 @@ class Coordinator:
             for rank, (stack, collectives) in message["ranks"].items()
         }
 
-    def collect(self, ours: RanksEnded) -> dict[int, RanksEnded]:
-        """Collect how the ranks of each node exited, with times of our clock; ranks of a failed run are
-        killed first. Lost nodes are left out."""
+    def collect(self, own: RanksEnded) -> dict[int, RanksEnded]:
+        """Return how each node's ranks ended, with times of node 0's clock. Kill the ranks of a failed run
+        first. Omit lost nodes. `own`: result of node 0's ranks."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
 
-        if ours.code or not self._wait(all_have_ended, ENDING_S):
+        if own.code or not self._wait(all_have_ended, ENDING_S):
             self._send("abort")
             self._wait(all_have_ended, ENDING_S)
-        ended = {0: ours}
-        for rank, said in self._all("ended", self._attempt).items():
-            ahead_ns = said["now_ns"] - said["heard_ns"]
-            ended[rank] = RanksEnded.model_validate(said["ended"], strict=False).by_clock(ahead_ns)
+        ended = {0: own}
+        for rank, message in self._all("ended", self._attempt).items():
+            ahead_ns = message["now_ns"] - message["heard_ns"]
+            ended[rank] = RanksEnded.model_validate(message["ended"], strict=False).by_clock(ahead_ns)
         for rank in self._members.keys() - ended:
-            self._members[rank].drop()  # its remaining ranks must not join another attempt
+            self._members[rank].drop()  # its ranks must not join the next attempt
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Add the node of the failed rank to `cause`, and return both. Without a definite cause, blame a lost
-        node, else node `failed_first`, whose starter failed before any rank recorded an error (`unknown`)."""
+        """Return the cause with its node's name, and the node's number. Without a definite cause, the cause
+        is a lost node, else `unknown` on node `failed_first` if that is not 0."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -427,7 +428,7 @@ class Coordinator:
         return cause, node
 
     def end(self, code: int, issues: Sequence[Issue] = ()) -> None:
-        """Send the outcome of the run to every node, and close; later calls do nothing."""
+        """Send the outcome of the run to every node and close all links. Later calls have no effect."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -436,14 +437,14 @@ class Coordinator:
         for link in self._links:
             link.close()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accepting thread
         self._listener.close()
         self._file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Iterator[Coordinator]:
-    """Listen for the other nodes, and forward a ConfigError to them. Raises ConfigError."""
+    """Provide a Coordinator for the block, and send a ConfigError from the block to all members."""
     coordinator = Coordinator(place, run_dir, log, limit_s)
     try:
         yield coordinator
@@ -457,12 +458,12 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
 
 
 class Member:
-    """Connection as seen by a node other than 0: follow node 0's orders and report back."""
+    """Member on a node other than 0: receives instructions from node 0 and reports on its own ranks."""
 
     def __init__(self, link: Link, run_dir: Path):
         self.link, self._run_dir = link, run_dir
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._heard: set[str] = set()
+        self._received: set[str] = set()  # kinds of messages since the last `start`
         self._looked_s = 0.0
         self._ranks: dict[int, tuple[Heartbeat, str]] = {}
         self.heartbeats: Path | None = None  # directory of the heartbeats of this node's ranks
@@ -471,22 +472,22 @@ class Member:
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "start":
-            self._heard.clear()
+            self._received.clear()
             self.link.status = {"attempt": message["node"]["attempt"] if "node" in message else 0}
         if kind in ("start", "end"):
             self._messages.put(message)
         elif kind == "clock":
             self.link.send("clock", now_s=time.time())
         else:
-            self._heard.add(kind)
+            self._received.add(kind)
 
     def next(self, pending: Sequence[int] = ()) -> Message | None:
-        """Wait for `start` or `end`. None: node 0 is lost, or a stop signal arrived before the first start;
-        later signals stop the run, even between two attempts."""
+        """Return the next `start` or `end` message; None if node 0 is lost or a signal precedes the first
+        start. `exchange` reports later signals, even if they arrive between two attempts."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)
-            # its last message may have just arrived
+            # node 0's last message may have just arrived
             if self.lost() or (pending and not self.link.status):
                 return None if self._messages.empty() else self._messages.get()
 
@@ -494,32 +495,32 @@ class Member:
         return self.link.lost("node 0")
 
     def poll(self, workers: Mapping[int, psutil.Process]) -> None:
-        """Put the state of the ranks here into the next beat, and send their stacks if node 0 asks."""
+        """Put the state of this node's ranks into the next beat, and send their stacks if requested."""
         now = time.monotonic()
         if now - self._looked_s >= hangs.LOOK_EVERY_S:
             self._looked_s = now
             self._ranks = hangs.look(self._run_dir, workers, self.heartbeats)
             shown = {rank: [dataclasses.astuple(beat), state] for rank, (beat, state) in self._ranks.items()}
             self.link.status = {**self.link.status, "ranks": shown}
-        if "look" in self._heard:
-            self._heard.remove("look")
+        if "look" in self._received:
+            self._received.remove("look")
             seen = [
                 hangs.RankSnapshot(k, beat, 0, 0, s) for k, (beat, s) in self._ranks.items() if k in workers
             ]
             self.link.send("evidence", ranks=hangs.evidence(self._run_dir, workers, seen))
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
-        """Report a failure, a signal or a rank's exit here to node 0; return its instructions."""
+        """Report a failure, a signal or an exit on this node to node 0, and return node 0's instructions."""
         before, now = self.link.status, {"failed": failed, "signal": signal, "left": left}
         self.link.status = {**before, **now}
         if not now.items() <= before.items():
             self.link.send("beat", **self.link.status)
-        return Order("failed" in self._heard, "abort" in self._heard or self.lost() is not None)
+        return Order("failed" in self._received, "abort" in self._received or self.lost() is not None)
 
 
 def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
-    """Connect to node 0; it may start later than this node. Raises ConfigError."""
-    meet = f"{place.address}:{place.port}"
+    """Connect to node 0, which may start later. Raise ConfigError if the connection or a check fails."""
+    endpoint = f"{place.address}:{place.port}"
     end = time.monotonic() + ARRIVE_S
     while True:
         try:
@@ -527,9 +528,9 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
             break
         except OSError as error:
             if time.monotonic() >= end:
-                message = f"node 0 did not answer at {meet} within {ARRIVE_S:.0f} s ({error})"
-                hint = "start `bert-dp train --node-rank 0` there, and check its output"
-                raise refusal("--rendezvous", "not_found", message, hint, meet) from None
+                message = f"node 0 did not answer at {endpoint} within {ARRIVE_S:.0f} s ({error})"
+                hint = "start `bert-dp train --node-rank 0` on node 0, and check its output"
+                raise refusal("--rendezvous", "not_found", message, hint, endpoint) from None
             time.sleep(0.5)
     try:
         challenge = link.next()
@@ -537,9 +538,9 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
         if not SECRET.fullmatch(name):
             raise ValueError("not a challenge from node 0")
     except (OSError, ValueError, KeyError) as error:
-        message = f"the process at {meet} is not node 0 of this run ({error})"
+        message = f"the process at {endpoint} is not node 0 of this run ({error})"
         hint = "check the output of node 0, or choose another port on every node"
-        raise refusal("--rendezvous", "conflict", message, hint, meet) from None
+        raise refusal("--rendezvous", "conflict", message, hint, endpoint) from None
     file = run_dir / name
     if not files.appears(file, lambda file: bool(file.read_text())):
         message = f"{_name(place.rank, hello['host'])} does not see node 0's files in {run_dir}"

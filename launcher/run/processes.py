@@ -1,4 +1,4 @@
-"""Start one worker per rank, monitor them, forward signals, and complete the run's summary."""
+"""Start one worker per rank, monitor the workers, forward signals to them, and complete summary.json."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from launcher.watch import failure
 from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
-POLL_S = 0.2
-KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
-KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for a killed process to exit
-ONE_STOP_S = 0.5  # signals this close to the first count as one: terminals and `timeout` send several
+POLL_S = 0.2  # interval between checks of the ranks
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit, and to finish a save (torchrun: 30)
+KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval between checks
+ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOutcome:
-    exit_code: int  # as in the summary
+    exit_code: int  # as in summary.json
     failure: Failure | None
     signal: int = 0  # first stop signal received, even if it did not end the run; 0 = none
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Record stop signals in the yielded list, without acting on them, within the block.
+    """Within the block, append stop signals to the yielded list instead of acting on them.
 
-    Signals within ONE_STOP_S of the first are dropped. Signals that were ignored before, for example because
-    of nohup, stay ignored.
+    Drop signals within ONE_STOP_S of the first one. Signals that were ignored before, for example because of
+    nohup, stay ignored.
     """
-    came: list[int] = []
+    received: list[int] = []
     first_s = -math.inf
 
     def note(number: int, frame: object) -> None:
         nonlocal first_s
         now = time.monotonic()
         if now - first_s >= ONE_STOP_S:
-            first_s = first_s if came else now
-            came.append(number)
+            first_s = first_s if received else now
+            received.append(number)
 
     previous = {number: signal.signal(number, note) for number in files.honoured(files.STOP_SIGNALS)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -76,20 +76,20 @@ def run(
     watch: Watch | None = None,
     nodes: Coordinator | None = None,
 ) -> RunOutcome:
-    """Train RUN/config.yaml on the ranks of this node, as described by `start`, and return the outcome.
+    """Train with RUN/config.yaml on the ranks of this node, as `start` describes, and return the outcome.
 
-    `on_poll` is called several times a second until a rank fails. The first stop signal is logged and
-    forwarded to every worker, which saves a checkpoint after its next step and exits; a second one, or the
-    end of `start.grace_s`, kills them. In every case, no process of the run is left. Completes summary.json,
-    or writes it if the workers could not. `watch` may end a hung run. `nodes`: connection to the launchers of
-    the other nodes, which start their own ranks.
+    Call `on_poll` several times a second until a rank fails. Log the first stop signal and forward it to the
+    workers, which save a checkpoint after their current step and exit; kill them after a second signal or
+    after `start.grace_s`. No process of the run outlives this call. Complete summary.json, or write it if the
+    workers could not. `watch` may end a hung run. `nodes`: connection to the launchers of the other nodes,
+    which start their own ranks.
     """
     nproc, logs = start.nproc, run_dir / "logs"
     logs.mkdir(exist_ok=True)
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    with stop_signals() as pending:  # until all is written: a late signal must not lose the summary
+    with stop_signals() as pending:  # also while the summary is written, which a signal must not prevent
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
             if watch is not None:
@@ -98,8 +98,8 @@ def run(
         by_node = {0: ended} if nodes is None else nodes.collect(ended)
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
-        said = "".join(each.said for each in by_node.values())
-        # starters that failed before any rank, and none of whose ranks recorded an error
+        output = "".join(each.said for each in by_node.values())
+        # nodes whose torchrun failed before any rank did, and whose ranks recorded no error
         first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
         failed_ns = {
             each.failed_ns: k
@@ -112,13 +112,13 @@ def run(
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
             kind="no_cause",
-            message=f"{start.launcher}: {describe_exit_code(first.code, 'and no summary')}",
+            message=f"{start.launcher}: {describe_exit_code(first.code, 'without a summary')}",
             log=first.log,
             log_tail=first.said.splitlines()[-failure.TAIL_LINES :],
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         hang = hung if watch is not None and watch.ends else None
-        cause = hang or failure.first_cause(logs, said, exits, errors)
+        cause = hang or failure.first_cause(logs, output, exits, errors)
         node, here = 0, nproc
         if nodes is not None:
             cause, node = nodes.blame(cause, unknown, failed_first)
@@ -126,7 +126,7 @@ def run(
         if cause is not None:
             cause = failure.explain(cause, run_dir, nproc, by_node.get(node, ended).memory, here)
         elif watch is not None and hung is not None:
-            watch.tell_continued()
+            watch.report_continued()
         return outcome_of(run_dir, cause, unknown, pending)
 
 
@@ -140,8 +140,8 @@ def run_ranks(
     watch: Watch | Member | None = None,
     peers: Coordinator | Member | None = None,
 ) -> RanksEnded:
-    """Start the ranks of this node and wait for them; no process of theirs is left. `pending`: stop signals
-    received so far; grows."""
+    """Start this node's ranks and wait for them. None of their processes outlives this call. `pending`: stop
+    signals received so far; the list grows."""
     node, logs = start.node, run_dir / "logs"
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), *start.worker]
@@ -154,17 +154,17 @@ def run_ranks(
             watch.heartbeats = scratch / "heartbeats"
     try:
         with reaper(scratch):
-            with launcher_log.open("ab", buffering=0) as output, confined(start.cores):
-                if output.tell():
-                    output.write(f"{files.STARTED_AGAIN}\n".encode())
+            with launcher_log.open("ab", buffering=0) as log_file, confined(start.cores):
+                if log_file.tell():
+                    log_file.write(f"{files.STARTED_AGAIN}\n".encode())
                 store = node.store if node else None
                 process = subprocess.Popen(
                     start_command(start, scratch, worker),
-                    env=start_environment(start, run_dir, scratch),  # counts the confined cores
+                    env=start_environment(start, run_dir, scratch),  # counts cores inside `confined`
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # we forward a terminal's Ctrl-C
+                    stdout=log_file,
+                    stderr=log_file,
+                    start_new_session=True,  # this process forwards a terminal's Ctrl-C
                     pass_fds=[store.fileno()] if store else [],
                 )
                 if store is not None:
@@ -177,12 +177,12 @@ def run_ranks(
                 kill_tree(workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    # summary.json quotes it
-    said = files.hide(failure.read_end(launcher_log), files.secret_values(os.environ))
+    # hide secrets, because summary.json quotes the output
+    output = files.hide(failure.read_end(launcher_log), files.secret_values(os.environ))
     return RanksEnded(
         code=process.returncode,
         failed_ns=failed_ns,
-        said=said,
+        said=output,
         log=str(launcher_log),
         errors=failure.recorded_errors(logs, start.ranks),
         exits=workers.exits,
@@ -200,14 +200,14 @@ def _follow(
     watch: Watch | Member | None,
     peers: Coordinator | Member | None,
 ) -> None:
-    """Monitor the ranks until the launcher exits, a second signal arrives, or the time to stop is over.
+    """Monitor the ranks until their launcher exits, a second stop signal arrives, or the deadline passes.
 
     A batch system may signal every process of a job. deepspeed's runner then exits at once, but its workers
-    still get their time to save.
+    still get the time to save a checkpoint.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
-    last_s = 0.0  # latest time for a save in progress to finish
+    last_s = 0.0  # deadline for a save in progress after a failure
     failed = False
     left_behind = _unfinished(run_dir)
     while (ended := workers.launcher.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
@@ -227,18 +227,18 @@ def _follow(
                 name = signal.Signals(pending[0]).name
                 log(f"{name}: stopping; the ranks save after their current step. A second signal kills them")
             deadline = deadline or time.monotonic() + start.grace_s
-            for worker in set(workers.present()) - signalled:  # one may have started after the signal
+            for worker in set(workers.present()) - signalled:  # a worker may start after the signal
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        if failed and not last_s:  # also while stopping: a signal kills a rank that does not handle it yet
+        if failed and not last_s:  # also while stopping, because a signal kills a rank without a handler
             failed_s = time.monotonic()
             deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
             last_s = failed_s + SAVE_AFTER_FAILURE_S
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return
-        if not failed:  # after a failure, its cause is shown first
+        if not failed:  # after a failure, its cause is shown before anything else
             on_poll()
         if watch is not None and (deadline is None or pending) and watch.poll(workers.by_rank()):
             return
@@ -248,49 +248,48 @@ def _follow(
 
 
 def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
-    """Return whether a rank recorded an error, or exited before the summary was written. False while the
-    files cannot be read, for example because a file server does not answer."""
+    """Return whether a rank recorded an error, or exited before the summary was written. Return False while
+    the files cannot be read, for example because a file server does not answer."""
     with contextlib.suppress(OSError):
         if failure.error_files(run_dir / "logs", start.ranks):
             return True
-        if start.node is not None and start.node.place.rank:  # this node's view of the summary may be stale
+        if start.node is not None and start.node.place.rank:  # this node may not see a new summary yet
             return any(rank_exit.code for rank_exit in workers.exits)
         return bool(workers.exits) and not (run_dir / "summary.json").exists()
     return False
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """List unfinished checkpoints: being written, or left by a killed rank."""
+    """List unfinished checkpoints. A rank is writing them, or was killed while it wrote them."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
 
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
-    """Complete the summary written by rank 0, or build it if no rank could. `unknown`: failure to report if
-    no rank explains the end of the run.
-
-    A stop signal does not hide a failure with another cause: the run counts as failed.
-    """
+    """Complete rank 0's summary, or build one if rank 0 wrote none. `unknown`: failure to report if `cause`
+    is None. A run that fails for another reason while a stop signal is pending counts as failed."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
-    if summary is not None and summary.status != "failed":  # written after all was saved
+    if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
         return RunOutcome(summary.exit_code, None, stop)
     cause = cause or unknown
     by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in files.STOP_SIGNALS
     if stop and summary is None and (cause is unknown or by_stop):
         message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
-    elif cause.log is not None and not Path(cause.log).exists():  # that rank never opened one
+    elif cause.log is not None and not Path(cause.log).exists():  # the rank has not opened its log
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
     if summary is None:
-        steps = (line["step"] for line in files.read_lines(run_dir / "metrics.jsonl"))
-        summary = Summary(status="failed", step=max(steps, default=0))
+        logged = [line["step"] for line in files.read_lines(run_dir / "metrics.jsonl")]
+        beats = filter(None, map(files.read_heartbeat, (run_dir / "heartbeats").glob("rank-*")))
+        step = max([*logged, *(beat.steps_done for beat in beats)], default=0)
+        summary = Summary(status="failed", step=step)
     summary = summary.model_copy(update={"failure": cause, "signal": stop or None})
     try:
         results.write(run_dir / "summary.json", summary)
     except OSError as error:
-        cause = failure.of_a_disk(cause, run_dir, error)
+        cause = failure.add_disk_error(cause, run_dir, error)
     return RunOutcome(summary.exit_code, cause, stop)
 
 
@@ -298,13 +297,13 @@ def complete_summary(run_dir: Path, **facts: object) -> None:
     """Add `facts`, known only to the launcher, to summary.json."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
-        with contextlib.suppress(OSError):  # a full disk, already reported on the console
+        with contextlib.suppress(OSError):  # the disk is full; the console has reported this
             results.write(run_dir / "summary.json", summary.model_copy(update=facts))
 
 
 @contextlib.contextmanager
 def confined(cores: Collection[int] | None) -> Iterator[None]:
-    """Restrict processes started within the block to these cores; None = no restriction."""
+    """Restrict processes that start within the block to these cores; None = no restriction."""
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -315,8 +314,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Find the workers among the descendants of `launcher`; record their memory and how each exits. A pidfd
-    wakes us as soon as one exits: only a zombie's exit code is readable to others than its parent."""
+    """Workers among the descendants of `launcher`, with their memory and exits. A pidfd reports each exit
+    at once, because the exit code can be read only until the parent has reaped the zombie."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size
@@ -333,7 +332,7 @@ class Workers:
         return {rank: worker for worker, rank in self._present.values()}
 
     def wait(self, seconds: float) -> None:
-        """Wait for `seconds`, or until a worker exits."""
+        """Sample the workers' memory, then wait for `seconds` or until a worker exits."""
         self.memory.sample(self.by_rank())
         if len(self._present) < self._size:
             self._find()
@@ -353,14 +352,14 @@ class Workers:
         for child in _tree(self.launcher):
             if child in seen or (rank := _rank(child)) is None:
                 continue
-            with contextlib.suppress(OSError):  # it has just exited
+            with contextlib.suppress(OSError):  # the worker has just exited
                 descriptor = os.pidfd_open(child.pid)
                 self._present[descriptor] = child, rank
                 self._poller.register(descriptor, select.POLLIN)
 
 
 def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """List the launcher's process and all its descendants; [] if it has gone."""
+    """List the launcher's process and all its descendants; [] if it has exited."""
     try:
         process = psutil.Process(launcher.pid)
         return [process, *process.children(recursive=True)]
@@ -369,7 +368,7 @@ def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _rank(child: psutil.Process) -> int | None:
-    """Read the rank of a worker; None for an intermediate process (its command contains the worker's)."""
+    """Return a worker's rank; None for an intermediate process, whose command contains the worker's."""
     try:
         command = child.cmdline()
         module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
@@ -379,7 +378,7 @@ def _rank(child: psutil.Process) -> int | None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Read the exit code of a zombie, -N for signal N, from the last field of proc_pid_stat(5)."""
+    """Return a zombie's exit code, -N for signal N, from the last field of proc_pid_stat(5); else None."""
     fields = process_stat(pid)
     if fields[:1] != ["Z"]:
         return None
@@ -388,25 +387,25 @@ def _exit_code(pid: int) -> int | None:
 
 
 def send(worker: psutil.Process, number: int) -> None:
-    """Send a signal to a worker; it may have exited already."""
+    """Send a signal to a worker, unless it has exited."""
     with contextlib.suppress(psutil.Error):
-        worker.send_signal(number)  # psutil checks that the pid is still the same process
+        worker.send_signal(number)  # psutil checks that the pid has not been reused
 
 
 def kill_tree(workers: Workers) -> None:
-    """Kill the launcher and every worker, and wait for them; a killed launcher may leave workers behind."""
+    """Kill the launcher and all workers, which may outlive the launcher, and wait until they exit."""
     tree = {*_tree(workers.launcher), *workers.present()}
     for member in tree:
         send(member, signal.SIGKILL)
     workers.launcher.wait()
-    looks = round(KILLED_S / KILLED_POLL_S)
-    while any(_runs(member) for member in tree) and (looks := looks - 1):
+    checks = round(KILLED_S / KILLED_POLL_S)
+    while any(_runs(member) for member in tree) and (checks := checks - 1):
         time.sleep(KILLED_POLL_S)
     workers.close()
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process is running. A zombie is not; an orphan may remain one for seconds."""
+    """Return whether a process is running. A zombie is not; an orphan may stay a zombie for seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

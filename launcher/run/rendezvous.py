@@ -1,42 +1,42 @@
-"""Implement a torchrun rendezvous without sockets on all interfaces (`torchrun.handlers: bert-dp-file`).
+"""Implement a torchrun rendezvous that does not listen on all interfaces (handler `bert-dp-file`).
 
 torchrun's own backends (c10d, static, etcd) open a TCPStore that listens on all interfaces, even with
---standalone. On one node, the only agent needs just a store for its keys, so a FileStore is enough; over
-several nodes, node 0's agent serves a TCPStore on a socket that the launcher has bound to one address.
-Loaded inside the torchrun process, never by the launcher.
+--standalone. On one node, the only agent needs just a store for its keys, so a FileStore is enough. On
+several nodes, node 0's agent serves a TCPStore on a socket that the launcher has bound to one address. Only
+torchrun's process imports this module; the launcher does not.
 """
 
 import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents; their launchers have already connected
+ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents; their launchers are already connected
 
 
 def handler_factory() -> Callable[[Any], Any]:
-    """Return a function RendezvousParameters -> RendezvousHandler; torchrun calls this at startup."""
+    """Return the function with which torchrun makes a rendezvous; torchrun calls this factory at start-up."""
     from torch.distributed import FileStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class StaticRendezvous(StaticTCPRendezvous):
-        """Use the given store and node number. `host`, `port`: the workers' MASTER_ADDR and MASTER_PORT."""
+        """Rendezvous with a given store. `host`, `port`: the workers' MASTER_ADDR and MASTER_PORT."""
 
         def __init__(self, store: Store, run_id: str, node: int, nodes: int, host: str, port: int):
             super().__init__(host, port, node, nodes, run_id, timeout=0)
-            self._store = store  # else the base class would open one on all interfaces
+            self._store = store  # otherwise the base class opens a store on all interfaces
 
         def get_backend(self) -> str:
             return "bert-dp-file"
 
         @property
         def use_agent_store(self) -> bool:
-            return self.master_port != 0  # else workers use a separate file
+            return self.master_port != 0  # on one node, workers use a separate file
 
     def make(params: RendezvousParameters) -> StaticRendezvous:
-        """Read the endpoint: on one node the path of a store file, over several HOST:PORT of the store."""
+        """Make a rendezvous. Its endpoint is a store file's path, or on several nodes a store's HOST:PORT."""
         nodes = params.get_as_int("nodes")
-        if nodes is None:  # nothing listens at port 0
+        if nodes is None:  # one node; port 0 is not used
             return StaticRendezvous(FileStore(params.endpoint, 1), params.run_id, 0, 1, "127.0.0.1", 0)
         node, bound = params.get_as_int("node"), params.get_as_int("socket")
         host, _, port = params.endpoint.rpartition(":")

@@ -16,7 +16,7 @@ from launcher.run import processes
 from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
-WITHOUT_PROGRESS = 3  # consecutive failures without a newer checkpoint that make restarting pointless
+WITHOUT_PROGRESS = 3  # restarts end after this many consecutive failures without a newer checkpoint
 
 Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
 
@@ -31,7 +31,7 @@ class RunOptions:
     dry_run: bool = False
     launcher: str = "torchrun"
     max_restarts: int = 0
-    elastic: bool = False  # restart with fewer ranks if one was killed or a GPU is lost
+    elastic: bool = False  # restart with fewer ranks after a rank was killed or a GPU was lost
     force: bool = False  # start even if the memory is expected to be insufficient
     profile: ProfilePlan | None = None  # steps to profile
     place: Place | None = None  # this node of a multi-node run; every node runs this command
@@ -47,10 +47,10 @@ def supervise(
     log: Callable[[str], None],
     sleep: Callable[[float], int] | None = None,
 ) -> processes.RunOutcome:
-    """Run, and restart after failures up to the limit. summary.json records each restart in `restarts`.
+    """Run and restart after failures, and return the last outcome. summary.json lists the restarts.
 
-    A run that completed, had bad input or was stopped by a signal to the launcher is never restarted, nor is
-    one that failed while stopping. `sleep(seconds)` returns the stop signal received meanwhile, or 0.
+    A run is not restarted if it completed, had unusable input, or was stopping because of a signal to the
+    launcher. `sleep(seconds)` returns the stop signal received meanwhile, or 0.
     """
     past: list[Restart] = []
     idle, resume = 0, options.resume
@@ -74,7 +74,7 @@ def supervise(
         if options.elastic:
             ranks = ranks_left(config, ranks, failure)
         wait_s = 2.0**idle
-        if after != before or resume == "never":  # else the requested checkpoint has not been read yet
+        if after != before or resume == "never":  # otherwise, no rank has read the requested checkpoint yet
             resume = "auto"
         place, headline = f"step {after[0]}" if after[0] >= 0 else "the start", failure.headline()
         log(
@@ -94,7 +94,7 @@ def supervise(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
-    """Return step and mtime (ns; a step may be saved again) of the newest checkpoint; (-1, 0) without one."""
+    """Return the step and mtime (ns) of the newest checkpoint, or (-1, 0). A repeated save changes mtime."""
     newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0
@@ -103,7 +103,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Find the largest number of ranks that divides the batch, excluding a killed rank or lost GPUs."""
+    """Return the largest number of ranks that divides the batch, without a killed rank or lost GPUs."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:
@@ -118,9 +118,9 @@ def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
 
 
 def wait_for_signal(seconds: float) -> int:
-    """Sleep for `seconds` or until a stop signal arrives. Returns the signal, or 0."""
-    with processes.stop_signals() as came:
+    """Sleep for `seconds` or until a stop signal arrives. Return the signal, or 0."""
+    with processes.stop_signals() as received:
         end = time.monotonic() + seconds
-        while not came and (left := end - time.monotonic()) > 0:
+        while not received and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, processes.POLL_S))
-    return came[0] if came else 0
+    return received[0] if received else 0

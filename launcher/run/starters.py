@@ -1,7 +1,7 @@
-"""Build the command and environment with which torchrun, accelerate or deepspeed start this node's workers.
+"""Build the command and environment with which torchrun, accelerate or deepspeed starts this node's workers.
 
-Both are complete: no file of the user or the machine (accelerate's default configuration, deepspeed's
-hostfile) and no variable of an outer launcher affects the workers.
+Both are complete: the workers do not depend on accelerate's default configuration, on deepspeed's hostfile or
+on variables of an outer launcher.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ from launcher.run.nodes import Place
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
-RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on all interfaces
-# variables left by an outer launcher: torchrun's defaults (PET_*), and those that not all three reset
+RENDEZVOUS = "bert-dp-file"  # see rendezvous.py; torchrun's own backends listen on all interfaces
+# variables of an outer launcher: torchrun's defaults (PET_*), and variables that not every launcher resets
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeStart:
-    """Start of one node in an attempt over several nodes."""
+    """Parameters for starting one node's ranks in an attempt over several nodes."""
 
     place: Place
     attempt: int
-    config: str  # text of config.yaml: the node's view of the run directory may be stale
+    config: str  # text of config.yaml, because the node may not see the new file yet
     store_port: int  # port of the ranks' store, served by node 0's torchrun
-    first_rank: int  # global rank of the first rank here
-    store: socket.socket | None = None  # the store's bound socket; None on other nodes
+    first_rank: int  # global rank of this node's first rank
+    store: socket.socket | None = None  # bound socket of the store on node 0; None on other nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +42,22 @@ class RankStart:
     """Parameters for starting the ranks of this node."""
 
     nproc: int  # ranks on this node
-    worker: Sequence[str]  # arguments of each worker after its configuration
+    worker: Sequence[str]  # arguments of each worker, after its configuration file
     launcher: str = "torchrun"
     on_gpu: bool = False
-    grace_s: float = 300.0
-    cores: Collection[int] | None = None  # cores shared by the workers; None = all that we may use
+    grace_s: float = 300.0  # limit for ranks to save and exit after a stop signal
+    cores: Collection[int] | None = None  # cores shared by the workers; None = all usable cores
     node: NodeStart | None = None  # None = this node is the only one
 
     @property
     def ranks(self) -> range | None:
-        """Global ranks started on this node; None = all."""
+        """Global ranks of this node; None = all ranks of the run."""
         node = self.node
         return None if node is None else range(node.first_rank, node.first_rank + self.nproc)
 
 
 def launcher_problem(launcher: str) -> str | None:
-    """Return why this launcher cannot be used, or None."""
+    """Return the reason why this launcher cannot be used, or None."""
     if launcher not in LAUNCHERS:
         return f"unknown launcher {launcher}; choose from {', '.join(LAUNCHERS)}"
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
@@ -66,13 +66,13 @@ def launcher_problem(launcher: str) -> str | None:
 
 
 def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command that starts the ranks here. `worker`: arguments of `python -m bert_dp.worker`."""
+    """Build the command that starts this node's ranks. `worker`: arguments of `python -m bert_dp.worker`."""
     nproc, node = start.nproc, start.node
     if start.launcher == "accelerate":
         return _accelerate(nproc, scratch, worker)
     if start.launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
-    # for rendezvous.py: a file on one node, a bound socket over several
+    # rendezvous.py uses a file on one node, and a bound socket on several nodes
     place = [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
     if node is not None:
         conf = f"node={node.place.rank},nodes={node.place.nodes}"
@@ -94,10 +94,11 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of accelerate with our configuration file; accelerate runs torchrun internally.
+    """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU also starts N ranks on CPUs (--cpu starts one) and, from a file, accepts a single rank. A port
-    in use would switch it to a rendezvous that listens on all interfaces; nothing listens on port 1.
+    MULTI_GPU starts N ranks on CPUs too (--cpu starts only one); set in a file, it accepts a single rank.
+    The port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces;
+    no process listens on port 1.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -126,8 +127,8 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of deepspeed's runner; it starts a node launcher, which starts the workers. deepspeed
-    sets CUDA_VISIBLE_DEVICES to 0..N-1 in every case; `env` restores the user's choice."""
+    """Build the command of deepspeed's runner. The runner starts a node launcher, which starts the workers.
+    deepspeed always sets CUDA_VISIBLE_DEVICES to 0..N-1, so `env` restores the user's value."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     return [
@@ -146,24 +147,24 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
-    """Build the workers' environment. One node: a rendezvous file and only loopback. Several nodes: the
-    node's interface, and heartbeats on its local disk. Always: exit with this process, threads per rank.
+    """Build the workers' environment. Workers exit when this process exits. On one node, they meet through a
+    file and use only loopback. On several nodes, they use the node's interface and write heartbeats locally.
 
-    Every rank keeps its last collectives in memory (torch's flight recorder); the user's settings of it win.
-    Desync debugging stays off: it writes to the store at every collective.
+    Every rank keeps its last collectives in memory (torch's flight recorder). The user's settings of the
+    recorder take precedence. Desync debugging stays off, because it writes to the store at every collective.
     """
     cores, logs, node = len(os.sched_getaffinity(0)), run_dir / "logs", start.node
     environ = {
         "TORCH_FR_BUFFER_SIZE": "2000",  # number of collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_ENABLE_TIMING": "1",  # without it, records omit which ones a GPU has started
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # without this, records omit which collectives a GPU has started
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
         "OMP_NUM_THREADS": str(max(1, cores // start.nproc)),
         **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},
         "GLOO_SOCKET_IFNAME": node.place.interface if node else "lo",
-        "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # = is an exact match
+        "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # "=" requires the exact name
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
-        # a batch system signals every process of a job: torchrun must not kill a rank that is still saving
+        # a batch system also signals torchrun, which must not kill a rank that is still saving
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(start.grace_s)),
         **child_environment(),
         **kernel_caches(),
@@ -173,7 +174,7 @@ def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[st
         environ[INIT_FILE] = str(scratch / "workers")
     else:
         environ[HEARTBEATS] = str(scratch / "heartbeats")
-    if start.launcher == "accelerate":  # accelerate has no option for these; torchrun reads them
+    if start.launcher == "accelerate":  # torchrun reads these; accelerate has no option for them
         environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
     if start.launcher == "deepspeed" and not start.on_gpu:
         environ["DS_ACCELERATOR"] = "cpu"

@@ -1,4 +1,4 @@
-"""Implement `bert-dp train`: check everything, write the run directory, start the ranks, show the run."""
+"""Implement `bert-dp train`: check all inputs, write the run directory, start the ranks, show progress."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from launcher.run.restarts import RunOptions
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import failure, hangs
 from launcher.watch.display import Display
-from launcher.watch.failure import card, what_fits
+from launcher.watch.failure import card, suggest_micro_batch
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to continue"
-BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # allowed in the directory of a new run
+ALLOWED_FILES = (".*", "slurm-*.out", "lost+found")  # files that the directory of a new run may contain
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
-MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; larger ratios exceed the estimate's error
+MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; larger ratios exceed the error of the estimate
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
-    """Train and return the exit code. Raises ConfigError with all issues, before any rank starts."""
+    """Train and return the exit code. Raise ConfigError before any rank starts if an input is unusable."""
     place, resume, profile = options.place, options.resume, options.profile
     if place is not None and (refused := over_nodes_issues(job, options)):
         raise ConfigError(refused)
@@ -73,7 +73,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
         layout = batch_layout(job.config, ranks)
         if spread := checks.spread_issues(of_ranks, checks.rank_sets(job.config, ranks)):
             raise ConfigError(spread)
-        # counters are local, so they would miss the other nodes
+        # energy counters measure only this node, so a run over several nodes uses none
         gpus = job.machine.gpus[:ranks] if job.gpus and place is None else ()
         counters = energy_counters([gpu.index for gpu in gpus])
         if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
@@ -113,7 +113,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
 
 
 def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
-    """Find options that are incompatible with several nodes."""
+    """Return an issue for each option that is incompatible with several nodes."""
     issues, launcher = [], options.launcher
     if options.run_dir is None:
         message, hint = "is needed for several nodes", "choose a directory that all nodes share"
@@ -122,8 +122,8 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
     together = "a run over several nodes always restarts with all ranks"
     unsupported = (
         ("--launcher", launcher if launcher != "torchrun" else "", one_host, "use torchrun"),
-        ("--elastic", options.elastic, together, "omit it"),
-        ("--allow-code", job.allow_code, "own code is supported on one node only", "omit --nnodes"),
+        ("--elastic", options.elastic, together, "omit --elastic"),
+        ("--allow-code", job.allow_code, "your own code is supported on one node only", "omit --nnodes"),
     )
     for option, given, message, hint in unsupported:
         if given:
@@ -132,7 +132,7 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
 
 
 def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -> int:
-    """Run this node's ranks on node 0's orders, and return the exit code of the run. Raises ConfigError."""
+    """Run this node's ranks for node 0; return the run's exit code. Raise ConfigError if it is refused."""
     count, issues = 0, tuple[Issue, ...]()
     try:
         count = job.choose_ranks(nproc)
@@ -169,7 +169,7 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
 
 
 def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir: Path, resume: str) -> None:
-    """Check that the run has the steps and ranks to be profiled. Raises ConfigError."""
+    """Raise ConfigError if the run does not include every step and rank to be profiled."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     done = checkpoint[1].step if checkpoint else 0
     if plan and (issues := checks.profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
@@ -184,7 +184,7 @@ def start_warnings(
     run_dir: Path,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """List settings that are allowed but probably unintended, one per line. `here`: ranks of this node."""
+    """Return a warning for each problem that does not prevent the run. `here`: ranks on this node."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -195,12 +195,12 @@ def start_warnings(
         warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
     saves = config.checkpoint
     if options.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
-        warnings.append("--max-restarts: no checkpoints are saved during the run, so it restarts from step 0")
+        warnings.append("--max-restarts: no checkpoints are saved during the run, so it restarts at step 0")
     if config.model.lstm_size and config.compile == "on":
         warnings.append("compile: on has no effect on a BiLSTM")
     if not config.checkpoint.keep:
         warnings.append("checkpoint.keep is 0: nothing is saved, so an interrupted run starts over")
-    if anyone_writes(run_dir):  # only a warning: file systems without modes must still allow resuming
+    if anyone_writes(run_dir):  # only a warning, because some file systems have no modes
         warnings.append(f"{run_dir} is writable by every user; run `chmod o-w` on it")
     if config.precision == "bf16" and not job.gpus and not job.machine.bf16_units:
         units = " or ".join(checks.BF16_UNITS)
@@ -217,7 +217,7 @@ def run_locked(
     nodes: peers.Coordinator | None,
     console: Console,
 ) -> int:
-    """Run in the locked directory. Nothing in it is changed before the last check has passed."""
+    """Run in the locked directory and return the exit code. Write no file before the last check passes."""
     log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
@@ -226,7 +226,7 @@ def run_locked(
         config = with_budget(config, manifest.num_samples)
         if isinstance(manifest, Manifest):
             config = manifest.with_build(config)
-        if job.config.data.path is None:  # else these were printed before
+        if job.config.data.path is None:  # otherwise these lines were printed before
             log(f"data: {describe_data(config, manifest)}")
             warn(console, data_warnings(config, manifest))
         if nodes is not None:
@@ -238,7 +238,7 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    machine = {**job.machine.to_json(), "launcher": launcher}  # see holds_run
+    machine = {**job.machine.to_json(), "launcher": launcher}  # `launcher` identifies a run, see holds_run
     if nodes is not None:
         machine["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
     record.write_json(run_dir / "environment.json", machine)
@@ -269,8 +269,8 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show the cause of a failure or the issues of bad input, add `facts` to summary.json, write the page,
-    and show the result."""
+    """Show the cause of a failure or the issues of unusable input, add `facts` to summary.json, write the
+    page, and show the result."""
     if failure is not None and failure.issues:
         for fields in failure.issues:
             show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
@@ -287,7 +287,7 @@ def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts:
 
 
 def age_s() -> float:
-    """Return the seconds since this command started."""
+    """Return the seconds since this process started."""
     return time.time() - psutil.Process().create_time()
 
 
@@ -300,7 +300,7 @@ def warn(console: Console, warnings: list[str]) -> None:
 
 
 def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
-    """Find reasons why a run cannot start in `run_dir`. A resumed run no longer needs `run.init_from`."""
+    """Return the issues that prevent a start in `run_dir`. A resumed run does not need `run.init_from`."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
@@ -308,7 +308,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue]:
-    """Find reasons why this directory cannot be used for this run."""
+    """Return the issues that prevent the use of this directory for this run."""
     if issues := place_issues(run_dir, "--run-dir"):
         return issues
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
@@ -318,12 +318,12 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
         return [Issue("--run-dir", "unsupported", message, str(run_dir), hint=hint)]
     if (strange := foreign_files(run_dir)) and not holds_run(run_dir):
         names = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
-        message = f"{run_dir} contains {names} but no run, and a run would write among your files"
+        message = f"{run_dir} contains {names} but no run, so a run would mix its files with yours"
         hint = f"choose a new directory, for example {run_dir / 'run'}"
         return [Issue("--run-dir", "exists", message, str(run_dir), hint=hint)]
     if linked := links(run_dir):
-        message = "is a link, through which a run would write"
-        return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove it") for path in linked]
+        message = "is a link, and a run would overwrite its target"
+        return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove the link") for path in linked]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         hint = "use auto, never, or the directory of a checkpoint"
         return [Issue("--resume", "not_found", f"{resume} contains no checkpoint", resume, hint=hint)]
@@ -335,32 +335,32 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether an earlier start used this run directory. A lock file does not prove it: a late refusal
-    leaves one, and files added since then belong to the user."""
+    """Return whether a run was started in this directory before. A lock file alone does not show this,
+    because a command that was refused after locking may leave the file behind."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
     return "launcher" in (record.read_json(run_dir / "environment.json") or {})
 
 
 def foreign_files(run_dir: Path) -> list[str]:
-    """List names in a directory that prevent a new run: all except BESIDE_A_RUN, an empty `checkpoints`
-    directory, such as a separate disk, and `logs` without logs of ranks."""
+    """List names in a directory that prevent a new run. ALLOWED_FILES, an empty `checkpoints` directory (for
+    example a separate disk) and a `logs` directory without logs of ranks do not prevent it."""
 
     def is_harmless(path: Path) -> bool:
         if path.name == "checkpoints":
             return path.is_dir() and {p.name for p in path.iterdir()} <= {"lost+found"}
         if path.name == "logs":
             return path.is_dir() and not any(path.glob("rank-*"))
-        return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in BESIDE_A_RUN)
+        return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in ALLOWED_FILES)
 
-    with contextlib.suppress(OSError):  # an unreadable directory is not written to either
+    with contextlib.suppress(OSError):  # the directory is missing or unreadable
         return sorted(path.name for path in run_dir.iterdir() if not is_harmless(path))
     return []
 
 
 def links(run_dir: Path) -> list[Path]:
-    """List links among a run's files: a run would write through them. `checkpoints` and `logs` may be links,
-    for example to a separate disk."""
+    """List symbolic links among a run's files, because a run would overwrite their targets. `checkpoints` and
+    `logs` may be links, for example to a separate disk."""
     top = [path for path in run_dir.glob("*") if path.name not in ("checkpoints", "logs")]
     files = (*top, *run_dir.glob("logs/*"), *run_dir.glob("heartbeats/*"))
     return sorted(path for path in files if path.is_symlink())
@@ -371,70 +371,70 @@ def anyone_writes(directory: Path) -> bool:
 
 
 def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
-    """Find the checkpoint to resume from, without verifying it."""
+    """Find the checkpoint to resume from, without verifying it; None if there is none."""
     if resume == "never":
         return None
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
 def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
-    """Check that the checkpoint to resume from was trained on the same data; at most one issue."""
+    """Return an issue if the checkpoint to resume from was trained on different data, else []."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     if checkpoint is None or checkpoint[1].data_hash == data_hash:
         return []
-    hashes = f"({checkpoint[1].data_hash[:16]}, these are {data_hash[:16]})"
+    hashes = f"(hash {checkpoint[1].data_hash[:16]}, now {data_hash[:16]})"
     message = f"{checkpoint[0].name} was trained on different data {hashes}"
-    return [Issue("data", "conflict", message, hint=undo(resume))]
+    return [Issue("data", "conflict", message, hint=undo_hint(resume))]
 
 
-def undo(resume: str) -> str:
-    """Return the hint for an incompatible checkpoint."""
-    return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
+def undo_hint(resume: str) -> str:
+    """Return the hint for a checkpoint that does not match the configuration."""
+    return f"undo the change or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
 
 
 def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[Issue]:
-    """List settings that must match the checkpoint's run but differ in `config`."""
+    """Return an issue for each setting that must equal the checkpoint's but differs in `config`."""
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     was_moved = before is not None and not (hf_directory(before) or Path(before)).exists()
     issues = [*checks.changed_settings(facts.config, config), *changed_code(facts.code, config)]
-    if config.data.path is not None:  # data.build describes the shards; their hash is compared
+    if config.data.path is not None:  # data.build.* describes the shards, whose hash is compared instead
         issues = [issue for issue in issues if not issue.setting.startswith("data.build.")]
     if before != now and not was_moved:
         message = "the run started from {}, not {}".format(*(s or "random weights" for s in (before, now)))
         issues.append(Issue("run.init_from", "conflict", message, now))
-    return [dataclasses.replace(issue, hint=undo(resume)) for issue in issues]
+    return [dataclasses.replace(issue, hint=undo_hint(resume)) for issue in issues]
 
 
 def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
-    """Return whether the run completed and its newest checkpoint has spent the budget."""
+    """Return whether the run completed and its newest checkpoint reached the end of the budget."""
     summary = results.find(run_dir / "summary.json", Summary)
     newest = record.newest_checkpoint_facts(run_dir)
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
     facts, unit = newest[1], config.schedule.unit
-    if unit in METERED:  # a part of its reserve may be left
+    if unit in METERED:  # the run leaves a reserve unspent, so compare the budgets
         return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryCheck:
-    """Memory estimate of a rank and its limit, in GiB."""
+    """Memory estimate of one rank, and the memory available to it."""
 
     config: Config
     precision: str
     world_size: int
     on_gpu: bool
-    parts_gib: dict[str, float]  # estimate by part, from cost.rank_memory_gib
-    limit_gib: float | None  # None = unknown: no issue is reported
-    limit_of: str
+    parts_gib: dict[str, float]  # part -> estimate, from cost.rank_memory_gib
+    limit_gib: float | None  # None = unknown, so no issue is reported
+    limit_of: str  # source of the limit
 
     @property
     def total_gib(self) -> float:
         return sum(self.parts_gib.values())
 
     def impossible(self) -> list[Issue]:
-        """Check that the model state fits, whatever the micro batch; return at most one issue."""
+        """Return an issue if the model state exceeds the limit at any micro batch size, else []."""
         state_gib = sum(self.parts_gib[name] for name in MEMORY_STATE)
         if self.limit_gib is None or state_gib <= self.limit_gib:
             return []
@@ -446,8 +446,7 @@ class MemoryCheck:
         return [Issue("model", "out_of_range", message, hint=hint)]
 
     def issues(self, above: float = MAX_ESTIMATE_RATIO) -> list[Issue]:
-        """Check that the run fits into memory; return at most one issue. `above`: allowed ratio of the
-        estimate to the limit."""
+        """Return an issue if the estimate is more than `above` times the limit, else []."""
         if self.limit_gib is None or self.total_gib <= above * self.limit_gib:
             return []
         if issues := self.impossible():
@@ -456,9 +455,9 @@ class MemoryCheck:
         size = self.config.batch.micro_size
         message = (
             f"{size} takes about {format_gib(self.total_gib)} per rank (estimate), but only "
-            f"{format_gib(self.limit_gib)} are available ({self.limit_of})"
+            f"{format_gib(self.limit_gib)} is available ({self.limit_of})"
         )
-        hint = what_fits(*where, on_gpu=self.on_gpu)[1]
+        hint = suggest_micro_batch(*where, on_gpu=self.on_gpu)[1]
         return [Issue("batch.micro_size", "out_of_range", message, size, hint=hint)]
 
 
@@ -471,8 +470,8 @@ def check_memory(
     kept: str | None = None,
     here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of one of `world_size` ranks and find its limit. `kept`: see precision_of; `here`:
-    number of ranks that share this machine; None = all."""
+    """Estimate the memory of one of `world_size` ranks and find its limit. `kept`: precision of the
+    checkpoint to resume from. `here`: number of ranks that share this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
     # the model size of a custom task is unknown
@@ -480,12 +479,12 @@ def check_memory(
     return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
 
 
-# --- the description of a run
+# --- description of a run
 
 
 def expected_steps(config: Config) -> int | None:
-    """Count the optimizer steps of the whole run, including its batch ramp; None for a budget in hours,
-    dollars or kWh, or in epochs of data that is not built yet."""
+    """Return the number of optimizer steps of the whole run, including its batch ramp. None for a budget in
+    hours, dollars or kWh, or in epochs of data that is not built yet."""
     schedule = config.schedule
     if schedule.steps is not None:
         return schedule.steps
@@ -498,7 +497,7 @@ def expected_steps(config: Config) -> int | None:
         if batch == config.batch.global_size:
             return steps - (tokens - schedule.tokens) // size  # rounded up
         end = int(batch / config.batch.global_size * config.batch.ramp_fraction * schedule.tokens)
-        count = max(1, (end - tokens) // size - 1)  # one step before the end: progress is rounded
+        count = max(1, (end - tokens) // size - 1)  # stops one step early, because progress is rounded
         steps, tokens = steps + count, tokens + count * size
     return steps
 
@@ -506,8 +505,8 @@ def expected_steps(config: Config) -> int | None:
 def describe(
     config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, memory: MemoryCheck
 ) -> list[str]:
-    """Describe a run before it starts: batch equation, data, model, memory and length. `manifest`: None
-    before the data is built."""
+    """Return lines that describe a run before it starts: batch equation, data, model, memory and length.
+    `manifest`: None before the data is built."""
     sequence = config.data.sequence_length
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
@@ -534,8 +533,8 @@ def describe(
 
 
 def describe_length(config: Config, step_tokens: int | None) -> str:
-    """Describe the length of a run: steps, hours or epochs, and tokens if their number is known.
-    `step_tokens`: tokens of a whole batch; None if it varies from step to step."""
+    """Describe the length of a run by its budget, and by the number of tokens if that is known.
+    `step_tokens`: number of tokens in a global batch; None if it varies from step to step."""
     schedule, steps = config.schedule, expected_steps(config)
     length = "" if steps is None else count_of(steps, "step")
     if schedule.hours is not None:
@@ -574,8 +573,8 @@ def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) 
 
 
 def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float | None:
-    """Return the number of passes over the training data, for a budget in hours, dollars or kWh based on the
-    tokens predicted by `plan`; None if unknown."""
+    """Return the number of passes over the training data; None if it is unknown. For a budget in hours,
+    dollars or kWh, use the number of tokens that `plan` predicted."""
     steps, schedule, size = expected_steps(config), config.schedule, config.batch.global_size
     if isinstance(manifest, ExamplesManifest):
         return None if steps is None else steps * size / manifest.splits["train"].examples
@@ -589,7 +588,7 @@ def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float 
 
 
 def data_warnings(config: Config, manifest: Manifest | ExamplesManifest) -> list[str]:
-    """List properties of the data that are allowed but probably unintended, one per line."""
+    """Return a warning for each property of the data that is probably unintended."""
     lines = manifest.warnings(config)
     if isinstance(manifest, Manifest) and not all(s.name.startswith("builtin:") for s in manifest.sources):
         passes = passes_over(config, manifest) or 0.0

@@ -1,7 +1,7 @@
 """Run many short runs (trials) in separate processes, as many at a time as there are slots.
 
-Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. Trials finished by
-an earlier call are read and checked instead.
+Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. If an earlier call
+finished a trial, its records are read and checked instead.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from launcher.run.starters import RankStart
 from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
-OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")
-KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")  # failures that the settings do not cause
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals with an outside cause
 PARTS = ("data_wait_s", "forward_backward_s", "compute_before_reduction_s", "optimizer_s", "step_s", "host_s")
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # raised by read_repeat
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # errors that read_repeat may raise
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """Timings of the steps of one run: per rank, per step, in seconds."""
+    """Step times, memory and loss curve of one run."""
 
     name: str
-    parts: dict[str, list[list[float]]]  # name of PARTS -> [rank][step]
-    memory_gib: list[float]
-    # reductions not overlapped by the backward pass, as DDP samples them on rank 0; else []
+    parts: dict[str, list[list[float]]]  # name in PARTS -> seconds, [rank][step]
+    memory_gib: list[float]  # peak of each rank
+    # time of reductions that do not overlap the backward pass, sampled by DDP on rank 0; [] without DDP
     exposed_s: list[float]
     curve: list[tuple[int, float]]  # (tokens, loss) of each logged step with a finite loss
     summary: Summary
@@ -61,13 +61,13 @@ def read_summary(directory: Path) -> Summary | None:
 
 
 def heldout_losses(directory: Path) -> dict[int, float]:
-    """Read the held-out loss in nats of each evaluation of a run, by step."""
+    """Read the held-out losses of a run: step -> nats."""
     evaluations = files.read_lines(directory / "evals.jsonl")
     return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
 
 
 def ended(directory: Path) -> TrialStatus | None:
-    """Return the status of a finished run; None if it is unfinished, or a signal stopped it."""
+    """Return the status of a finished run; None if it is unfinished or a signal stopped it."""
     summary = read_summary(directory)
     if summary is None or summary.signal:
         return None
@@ -77,7 +77,7 @@ def ended(directory: Path) -> TrialStatus | None:
 
 
 def cause(directory: Path) -> str:
-    """Return why a run did not complete."""
+    """Return the reason why a run did not complete."""
     summary = read_summary(directory)
     if summary is None:
         return "both attempts ended without writing summary.json"
@@ -91,7 +91,7 @@ def failure_kind(directory: Path) -> FailureKind:
 
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
-    """Read the steps after the warm-up. Raises UNREADABLE if the records lack a step of a rank."""
+    """Read `steps` steps after the warm-up. Raise one of UNREADABLE if the records lack a step of a rank."""
     parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
     memory, exposed = [], []
     for rank in range(ranks):
@@ -114,22 +114,22 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
     return Repeat(directory.name, parts, memory, exposed, curve, summary)
 
 
-PROGRESS_S = 30.0
+PROGRESS_S = 30.0  # interval between progress lines
 SCRATCH = ".scratch"
 TRIAL_FILE = "trial.json"  # duration of a finished trial
-TRIES = 2  # attempts at a trial that was ended from outside or has incomplete records
-LOG_LINES = 10  # number of lines of metrics.jsonl in a measured run
+TRIES = 2  # attempts at a trial if an outside cause ends it or its records are incomplete
+LOG_LINES = 10  # number of lines in metrics.jsonl of a timed run
 
 
 class Stopped(Exception):
-    """Raised for a stop signal; `number` is the signal."""
+    """Stop signal `number` ended the trials."""
 
     def __init__(self, number: int):
         self.number = number
 
 
 class TrialsFailed(Exception):
-    """Raised if the trials cannot give a result; the text is the reason."""
+    """The trials have no result; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +142,11 @@ class SearchOutcome:
 
 
 def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
-    """Run the trials of a verb by `run()` and return the outcome. `out`: output directory of the verb."""
+    """Call `run`, which runs the trials of a verb, and return the outcome. `out`: output directory."""
     try:
         run()
     except Stopped as stop:
-        log(f"stopped: the results so far are in {out}; the same command resumes")
+        log(f"stopped: the results so far are in {out}; the same command resumes from them")
         return SearchOutcome("partial", exit_code=128 + stop.number)
     except TrialsFailed as failed:
         return SearchOutcome("failed", str(failed), 1)
@@ -155,7 +155,7 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Devices for one trial at a time: cores of this machine, or GPUs by CUDA's names; None = all."""
+    """Devices for one trial at a time: CPU cores, or GPUs as in CUDA_VISIBLE_DEVICES; None = all."""
 
     cores: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
@@ -169,9 +169,9 @@ def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [n.strip() for n in shown.split(",")][:gpus] if shown else [str(k) for k in range(gpus)]
         return [Slot(gpus=tuple(names[k * ranks : (k + 1) * ranks])) for k in range(count)]
-    ours = sorted(os.sched_getaffinity(0))
-    share = len(ours) // count
-    return [Slot(cores=tuple(ours[k * share : (k + 1) * share])) for k in range(count)]
+    usable = sorted(os.sched_getaffinity(0))
+    share = len(usable) // count
+    return [Slot(cores=tuple(usable[k * share : (k + 1) * share])) for k in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +181,8 @@ class Trial:
     directory: Path
     config: Config
     ranks: int
-    cores: tuple[int, ...] | None = None  # cores shared by its ranks; None = the slot's
-    data_bytes: int | None = None  # limit of each process's writable private memory; None = none
+    cores: tuple[int, ...] | None = None  # cores that its ranks share; None = cores of the slot
+    data_bytes: int | None = None  # limit of each process's writable private memory; None = no limit
 
     @property
     def name(self) -> str:
@@ -191,15 +191,13 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of a trial."""
-
     status: TrialStatus
-    seconds: float  # from start to end
+    seconds: float  # duration of the trial
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
-    """Choose a precision for all trials of a verb, common to all engines. On GPUs it may stay auto: only a
-    rank can query their generation. Raises ConfigError if the model needs another precision."""
+    """Return one precision for all trials and engines of a verb. On GPUs, it may remain auto, because only a
+    rank can query the GPU's generation. Raise ConfigError if the model needs another precision."""
     precision: str = config.precision
     if not on_gpu:
         precision = decide_precision(precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
@@ -218,11 +216,11 @@ def timed_config(
     noise_scale: bool = False,
     **sections: Any,
 ) -> Config:
-    """Adapt `config` to a short timed run at this batch, without ramp, checkpoints and evaluations.
-    Compilation stays as in the run itself. `sections`: further settings."""
+    """Return `config` for a short timed run with this batch, without batch ramp, checkpoints and evaluations.
+    Compile the model only if a whole run would. `sections`: further settings."""
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
-    own: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "batch": batch,
         "schedule": {"steps": steps},
         "compile": "off" if compiled == "auto" and not on_gpu else compiled,
@@ -235,12 +233,12 @@ def timed_config(
             "noise_scale": noise_scale,
         },
     }
-    return resolve([config.model_dump(mode="json"), {**own, **sections}])
+    return resolve([config.model_dump(mode="json"), {**changes, **sections}])
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial in an earlier call; None if it must be run (again). Trials with the
-    same configuration are the same, wherever the data is: the output directory stores the data's hash."""
+    """Return the outcome of this trial in an earlier call; None if the trial must be run. The earlier trial's
+    configuration must be equal except for the path of the data, whose hash `Output.begin_with` checks."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -250,8 +248,8 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of a trial; None if it says nothing about the settings: a signal or an outside
-    event ended the run, or its records are incomplete."""
+    """Return the outcome of a trial; None if it does not depend on the settings, because a signal or another
+    outside cause ended the run, or if the records are incomplete."""
     directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
@@ -274,24 +272,24 @@ def _outcome(trial: Trial) -> TrialOutcome | None:
 
 
 class Progress:
-    """Log each result with the number of trials and the time left, at the pace of this call's trials."""
+    """Progress of a verb's trials: the number of finished trials, and the time left at this call's pace."""
 
     def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
         """`expected`: relative duration of every planned trial, in any unit."""
         self._log, self._total, self._left, self._at_a_time = log, len(expected), sum(expected), at_a_time
-        self._done, self._here, self._seconds = 0, 0.0, 0.0
+        self._done, self._run, self._seconds = 0, 0.0, 0.0
 
-    def had(self, share: float) -> None:
-        """Count a trial that is not run: it is skipped, or an earlier call has run it."""
+    def skip(self, share: float) -> None:
+        """Count a trial that is skipped, or that an earlier call has run."""
         self._done += 1
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
-        """Count a trial run by this call, and log its result."""
-        self.had(share)
-        self._here += share
+        """Count a trial that this call has run, and log its result."""
+        self.skip(share)
+        self._run += share
         self._seconds += seconds
-        pace = self._seconds / max(self._here, 1e-9) / self._at_a_time
+        pace = self._seconds / max(self._run, 1e-9) / self._at_a_time
         left_s = self._left * pace
         left = f"; left {format_duration(left_s)}" if left_s >= 1 else ""
         self._log(f"[{self._done}/{max(self._total, self._done)}] {text}{left}")
@@ -304,13 +302,13 @@ class _Running:
     process: subprocess.Popen[str]
     log: IO[str]
     started_s: float
-    due_s: float  # time of its next line of progress
+    due_s: float  # time of its next progress line
 
 
 @contextlib.contextmanager
 def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
-    """Provide a Runner for the block; stop signals are only recorded there. No child outlives this process,
-    however it exits. Files in OUT/.scratch are removed at the end."""
+    """Provide a Runner for the block, and record stop signals instead of acting on them. No child outlives
+    this process, even if it is killed. On exit, remove OUT/.scratch."""
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
@@ -322,25 +320,25 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
 
 @dataclasses.dataclass
 class Runner:
-    """Start trials and monitor them."""
+    """Runner of trials, each in one of the slots."""
 
     out: Path
     slots: Sequence[Slot]
-    signals: Sequence[int]  # stop signals received so far; grows
+    signals: Sequence[int]  # stop signals received so far; the list grows
     launcher: str
     on_gpu: bool
     log: Log
 
     @property
     def scratch(self) -> Path:
-        """Directory of temporary files, removed at the end."""
+        """Directory for temporary files, removed at the end."""
         return self.out / SCRATCH
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
-        """Yield each trial and its outcome as it finishes; its records are in its directory.
+        """Run trials; yield each trial with its outcome when it has finished.
 
-        Trials finished by an earlier call are not run again. The next trial is requested when a slot is free,
-        so `trials` may depend on earlier outcomes. Raises Stopped after a signal, once every trial has ended.
+        Do not repeat trials that an earlier call finished. Request a trial only when a slot is free,
+        because it may depend on earlier outcomes. Raise Stopped after a signal, once all trials have ended.
         """
         queue, free = iter(trials), list(self.slots)
         tries: dict[Path, int] = {}
@@ -369,7 +367,7 @@ class Runner:
                     if outcome is None and self.signals:
                         continue
                     if outcome is None and tries[place] < TRIES:
-                        self.log(f"  {each.trial.name}: ended from outside or incomplete; restarted")
+                        self.log(f"  {each.trial.name}: interrupted or incomplete; restarted")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
@@ -378,19 +376,19 @@ class Runner:
                 time.sleep(processes.POLL_S)
         finally:
             for each in running:
-                each.process.kill()  # its reaper kills its ranks
+                each.process.kill()  # the trial's reaper kills its ranks
                 each.process.wait()
                 each.log.close()
         if self.signals:
             raise Stopped(self.signals[0])
 
     def run_one(self, trial: Trial) -> TrialOutcome:
-        """Run one trial. Raises Stopped."""
+        """Run one trial and return its outcome. Raise Stopped after a stop signal."""
         [(_, outcome)] = self.run([trial])
         return outcome
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        """Return the JSON lines printed by `python -m module`; print a warning on failure. Raises Stopped."""
+        """Return the JSON objects that a module prints; warn if it fails. Raise Stopped after a signal."""
         hidden = {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with processes.confined(cores):
             process = children.start_module(
@@ -438,7 +436,7 @@ class Runner:
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
 
     def _log_progress(self, running: Sequence[_Running]) -> None:
-        """Log the step of each trial every PROGRESS_S."""
+        """Log the step of each running trial every PROGRESS_S."""
         now = time.monotonic()
         for each in running:
             if now < each.due_s:
@@ -453,9 +451,9 @@ class Runner:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train DIR/config.yaml on RANKS ranks. Returns the exit code of `processes.run`."""
+    """Train with DIR/config.yaml on RANKS ranks, and return the exit code of `processes.run`."""
     directory, ranks, options, *limit = arguments
-    for size in map(int, limit):  # makes an allocation fail before the kernel has to kill
+    for size in map(int, limit):  # an allocation fails before the kernel kills a process
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     config = load_config(Path(directory) / "config.yaml")
     start = RankStart(int(ranks), ["--resume", "never"], **json.loads(options))

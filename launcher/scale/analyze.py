@@ -93,7 +93,7 @@ class CellRuns:
         return statistics.fmean(statistics.fmean(s for rank in ranks for s in rank) for ranks in repeats)
 
     def share_interval(self, name: str) -> list[float] | None:
-        """Return the interval of a part's share of a step over the repeats; None for one repeat."""
+        """Return the interval, over the repeats, of a part's share of a step; None for one repeat."""
         totals = [[sum(map(sum, r.parts[part])) for part in (name, "step_s")] for r in self.repeats]
         return stats.mean_interval([part / whole for part, whole in totals])
 
@@ -240,8 +240,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the time by which the forward and backward passes and the optimizer phase (in
-    which ZeRO-1 waits) exceed the ceiling for the same tokens per rank.
+    Exposed communication is the time that the forward and backward passes and the optimizer phase (in which
+    ZeRO-1 waits) take beyond those of the ceiling, for the same tokens per rank.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -266,7 +266,7 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with the single-rank run. Only strong mode trains the same model."""
+    """Compare the first repeat's losses with those of the single-rank run; {} unless the mode is strong."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
@@ -421,7 +421,7 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
         text = f"{rates[best.id] / rates[compared.id]:.3f} [{low:.3f} to {high:.3f}]"
         if not is_measurable([low, high]):
             text = f"not measurable with {count_of(min(len(c.repeats) for c in ran), 'repeat')}"
-        evidence = f"throughput / throughput of {compared.id}: {text}"
+        evidence = f"throughput relative to {compared.id}: {text}"
         if tied is None:
             detail = f" of {len(ran)} engines at N = {count}"
             out.append(_diagnosis(best, "fastest", evidence, "nothing", detail))

@@ -76,8 +76,8 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     settings = grid.settings
     log(f"scaling benchmark: {folder}")
     log(
-        f"{count_of(len(grid.cells), 'cell')} x {count_of(settings.repeats, 'repeat')}, "
-        f"{settings.warm_up} warm-up and {settings.steps} timed steps each, in random order"
+        f"{count_of(len(grid.cells), 'cell')} x {count_of(settings.repeats, 'repeat')} in random order, "
+        f"{settings.warm_up} warm-up and {settings.steps} timed steps each"
     )
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
@@ -87,7 +87,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
-        reason = "the batch cannot be divided among the copies, or the copies do not fit in memory"
+        reason = "the batch cannot be split among independent copies, or they do not fit in memory"
         log(f"warning: {mode}, {n} ranks: no ceiling and no exposed communication, because {reason}")
     for line in grid.overridden(overrides):
         log(f"warning: {line}")
@@ -133,7 +133,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
     def due() -> Iterator[Trial]:
         for trial in pending:
             if trial.directory in earlier or cells[trial.directory].id in lost:
-                progress.had(1.0)
+                progress.skip(1.0)
             else:
                 yield trial
 

@@ -161,7 +161,7 @@ class SplitTime(StoredModel):
     data: float
     forward_backward: float
     exposed_comm: float | None = None
-    """null without a ceiling: forward_backward and optimizer then include this time."""
+    """null if no ceiling was measured; forward_backward and optimizer then include this time."""
     optimizer: float
     other: float
 
@@ -240,7 +240,7 @@ class PredictedSplit(StoredModel):
 
 
 class Lever(StoredModel):
-    """A change of settings with its predicted gain, or an upper bound on the gain from removing a loss."""
+    """A change of settings and its predicted gain, or a bound on the gain from removing an overhead."""
 
     lever: str
     gain: float  # tokens/s with the change / current tokens/s - 1

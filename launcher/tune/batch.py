@@ -85,7 +85,7 @@ class BatchSearchSpec:
 
     @property
     def latest_s(self) -> float:
-        """Return the total duration of trials in seconds after which no further trial starts."""
+        """Return the total trial time, in seconds, after which no further trial starts."""
         return MAX_BUDGETS * self.options.budget_s
 
     def formula_gib(self, micro: int) -> float:
@@ -113,7 +113,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first shows how many trials the budget allows")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first trial shows how many the budget allows")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
 

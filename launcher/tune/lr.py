@@ -133,7 +133,7 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
-    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps, the minimum for a whole run"
+    reason = f"{tokens:,} tokens make fewer than {SHORT_RATIO} steps, the minimum for a whole run"
     setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,} tokens"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
@@ -239,7 +239,7 @@ class LrSearch:
             hours = config.schedule.hours or 0.0
             tokens = round(hours * 3600 * self._tokens_per_s)
             speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(spec.ranks, 'rank')}"
-            reason = f"{hours:g} h at the measured {speed}; for more ranks, pass --tokens"
+            reason = f"{hours:g} h at {speed} (measured); to train on more ranks, pass --tokens"
         tokens = whole_steps(config, tokens)
         left_s = math.inf if options.budget_s is None else options.budget_s - self._range_s
         if (whole_s := self._rungs_s(tokens)) > left_s:
@@ -285,7 +285,7 @@ class LrSearch:
             for trial, outcome in self._runs.run(todo):
                 result = done[trial.name] = read_trial(trial, outcome)
                 if trial.name in earlier:
-                    self._progress.had(trial_s)
+                    self._progress.skip(trial_s)
                     continue
                 failed = result.score == math.inf
                 how = f"{result.status}: {result.reason}" if failed else f"held-out loss {result.score:.4f}"
@@ -391,7 +391,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate. A scaling rule then refers to the current batch."""
+    """Return the user's configuration with this rate; if it is scaled, lr_batch becomes the global batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

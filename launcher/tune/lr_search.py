@@ -1,4 +1,4 @@
-"""Define the rules of `tune lr` (edge, ladder of rates, runs, choice) and the models of its tune.json."""
+"""Define the search rules of `tune lr` (divergence edge, rates, runs, choice) and the models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 

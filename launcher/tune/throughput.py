@@ -1,4 +1,4 @@
-"""Define the rules of `tune batch` (sizes, memory, rounds, choice) and the models of its tune.json."""
+"""Define the search rules of `tune batch` (sizes, memory, rounds, choice), and the models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -25,7 +25,7 @@ SizeStatus = Literal["ok", "oom", "failed", "over"]  # over: the peak is above t
 
 
 class BatchTrial(StoredModel):
-    """One run with a micro batch. The lists are empty if the run did not complete every step."""
+    """Timed run of one micro batch size. The lists are empty if the run did not complete every step."""
 
     name: str
     micro_batch: int

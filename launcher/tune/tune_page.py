@@ -18,7 +18,7 @@ MAX_LIMIT_RATIO = 3.0  # a memory limit is drawn up to this multiple of the larg
 LIMITS = {
     "memory": "Larger sizes do not fit in the memory of a rank.",
     "budget": "The budget left no time for larger sizes; raise --budget.",
-    "global batch": "All sizes up to the largest that the global batch allows were tried.",
+    "global batch": "The largest size that the global batch allows was tried.",
 }
 SIZE_COLUMNS = (
     Quantity("status", "status", "word"),

@@ -1,4 +1,4 @@
-"""Show a running run on the console: output of rank 0, and one live progress line."""
+"""Show the progress of a run on the console: the output of rank 0 and a live progress line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-STAY_S = 10.0  # between lines above a terminal's progress bar; without a bar every line is shown
+STEP_LINE_S = 10.0  # seconds between step lines above a terminal's bar; without a bar, every line is shown
 LINE_CHARS = 1000
-MAX_LINES = 50  # lines of rank 0 shown per poll; its log has all of them
+MAX_LINES = 50  # lines of rank 0 shown per poll; the log has all lines
 ETA_LINES = 20  # logged steps used to extrapolate the remaining time
-QUIET_S = 30.0  # time without output before rank 0's activity is printed; a terminal shows it on the bar
+QUIET_S = 30.0  # seconds without output before rank 0's activity is printed; a terminal's bar always shows it
 ACTIVITIES = {
     "setup": "setting up",
     "compile": "compiling",
@@ -33,14 +33,14 @@ ACTIVITIES = {
     "save": "saving",
     "done": "finishing",
 }
-"""Phase of a heartbeat -> name on the console; the other phases are parts of a step."""
+"""Phases of a heartbeat with their names on the console. The other phases are parts of a step."""
 
 
 class Display:
     """Context manager that shows the output of rank 0; call `poll` several times a second.
 
     Output of other ranks is in their logs and, after a failure, in the failure card. Once a rank has failed,
-    nothing more is shown: the cause comes next.
+    no more output is shown, so that the failure card comes next.
     """
 
     def __init__(self, run_dir: Path, console: Console, config: Config):
@@ -48,10 +48,10 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # every new line replaces the file
+        self._evaluated = set(self._evals.lines()[0])  # the file is rewritten with each new line
         self._lines: list[dict[str, Any]] = []
-        self._stayed = -STAY_S
-        self._left_s: float | None = None  # remaining time at _line_s, when the newest line was shown
+        self._step_shown_s = -STEP_LINE_S
+        self._left_s: float | None = None  # remaining time as estimated at _line_s
         self._line_s = self._noted_s = self._activity_s = time.monotonic()
         self._activity = ""  # activity of rank 0 since _activity_s
         self._flooded = False
@@ -76,21 +76,21 @@ class Display:
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show rank 0's output since the last call; on a terminal, at most one step per STAY_S."""
+        """Show rank 0's output since the last call; on a terminal, at most one step per STEP_LINE_S."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
-        self._show_log()  # output before a step is shown before it
+        self._show_log()  # first, because rank 0 printed these lines before it logged the steps
         if replaced:
             self._lines = []
         for line in fresh:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], json.loads(line)]
                 if replaced:
-                    continue  # these lines were written before a resume
+                    continue  # written before the resume
                 now, hours = time.monotonic(), self._config.schedule.hours
                 self._left_s, self._line_s = eta_s(self._lines, hours), now
-                if self._bar is None or now - self._stayed >= STAY_S:
-                    self._stayed, unit = now, self._config.training_loss_unit
+                if self._bar is None or now - self._step_shown_s >= STEP_LINE_S:
+                    self._step_shown_s, unit = now, self._config.training_loss_unit
                     self._note(progress_line(self._lines[-1], eta=self._left_s, unit=unit))
         self._evaluated.update(evaluated)
         for line in evaluated:
@@ -99,7 +99,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show rank 0's activity from its heartbeat: on the bar, or as a line after QUIET_S of silence."""
+        """Show the activity in rank 0's heartbeat: on the bar, or as a line after QUIET_S without output."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
@@ -109,11 +109,11 @@ class Display:
             return
         line = self._lines[-1] if self._lines else {}
         done, left = number(line.get("progress")), self._left_s
-        if left and done is not None:  # extrapolate both between two lines
+        if left and done is not None:  # extrapolate both from the newest line
             now_left = max(0.0, left - (now - self._line_s))
             done, left = 1 - (1 - done) * now_left / left, now_left
         if not activity.startswith("training"):
-            left = None  # the budget does not cover the other phases
+            left = None  # the estimate covers only training
         parts = [activity]
         if line:
             loss = run_page.loss_in(self._config.training_loss_unit, line.get("loss"))
@@ -122,14 +122,14 @@ class Display:
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
     def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
-        """Describe the activity; after a second, add its progress or duration."""
+        """Describe rank 0's activity. After a second, add its progress or duration."""
         phase, pieces = (files.PHASES[beat.phase], beat.done) if beat else ("", 0)
         activity = ACTIVITIES.get(phase, f"training step {format_count(beat.step)}" if beat else "starting")
-        if beat is None and self._lines:  # rank 0 is on another node
+        if beat is None and self._lines:  # rank 0 runs on another node
             activity = "training"
         if phase == "compile":
             facts = files.read_json(self._run_dir / "environment.json") or {}
-            activity = activity if facts.get("worker", {}).get("compiled") else "trying a step"
+            activity = activity if facts.get("worker", {}).get("compiled") else "running a trial step"
         if activity != self._activity:
             self._activity, self._activity_s = activity, now
         if now - self._activity_s < 1.0:
@@ -145,19 +145,19 @@ class Display:
     def _show_log(self) -> None:
         """Show the newest lines of rank 0, at most MAX_LINES."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
-        with contextlib.suppress(OSError):  # the file server does not answer
-            if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
+        with contextlib.suppress(OSError):  # a file server may not respond
+            if any((self._run_dir / "logs").glob("rank-*.error.json")):  # the failure card follows
                 return
         flooded = len(lines) > MAX_LINES
         if flooded and not self._flooded:
-            self._note("some lines are omitted, see logs/rank-0.log")
+            self._note("some lines are omitted; see logs/rank-0.log")
         self._flooded = flooded
         for line in lines[-MAX_LINES:]:
             self._note(line)
 
 
 def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
-    """Format a line of metrics.jsonl for the console; `eta`: seconds left, `unit`: unit of the loss."""
+    """Format a line of metrics.jsonl for the console. `eta`: seconds left; `unit`: unit of the loss."""
     get = metrics.get
     parts = (
         f"step {format_count(get('step'))}",
@@ -172,12 +172,12 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left; "" for less than a second, since saving and evaluation follow."""
+    """Format the time left; "" if unknown or under a second, because saving and evaluation may follow."""
     return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 
 def heldout_line(line: Mapping[str, Any]) -> str:
-    """Format a line of evals.jsonl for the console. Raises ValueError."""
+    """Format a line of evals.jsonl for the console. Raises ValueError if the line is damaged."""
     measured = HeldOut.model_validate(line)
     parts = (
         f"step {format_count(line.get('step'))}",
@@ -189,8 +189,8 @@ def heldout_line(line: Mapping[str, Any]) -> str:
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
-    """Estimate the seconds left, from a budget in hours or else from the pace of the last lines of
-    metrics.jsonl; None while unknown."""
+    """Estimate the seconds left: from the budget `hours` if given, else from the pace of the last lines of
+    metrics.jsonl. None while unknown."""
     if hours is not None and lines:
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600

@@ -1,5 +1,5 @@
-"""Find the first cause of a failed run in the ranks' records; add explanations and settings that need less
-memory; format the failure card. Functions reading kernel files accept `root`, the parent of proc/ and sys/.
+"""Find the first cause of a failed run in the ranks' records, suggest fixes, and format the failure card.
+Functions that read kernel files accept `root`, the parent directory of proc/ and sys/.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, Ru
 from bert_dp.files.reaper import describe_exit_code
 from launcher import results
 from launcher.machine.environment import ROOT, control_groups, precision_of
-from launcher.report.formats import format_count, format_gib
+from launcher.report.formats import count_of, format_count, format_gib
 
 TAIL_LINES = 20
-TAIL_BYTES = 65_536  # read from the end of a log
+TAIL_BYTES = 65_536  # bytes read from the end of a log
 STACK_LINES = 15
 MESSAGE_CHARS = 600
 NO_CAUSE = "without recording an error"
@@ -40,29 +40,29 @@ CONSEQUENCES_SHOWN = 6
 MEANING: dict[int, tuple[str, str]] = {  # signal -> meaning and fix
     signal.SIGSEGV: (
         "native code accessed invalid memory",
-        "see the stack; often a package was built for another torch, CUDA or driver (`bert-dp doctor` "
-        "lists the versions)",
+        "see the stack; a common cause is a package built for another version of torch, CUDA or the driver "
+        "(environment.json lists the installed versions)",
     ),
     signal.SIGABRT: (
         "native code aborted: a failed assertion or an uncaught C++ exception",
-        "see its message in the log, above the stack",
+        "see the error message in the log, above the stack",
     ),
     signal.SIGBUS: (
         "a page of mapped memory could not be allocated or read: /dev/shm is full, or a file was truncated",
-        "free or enlarge /dev/shm (a container's default is 64 MiB: --shm-size), and check the shards with "
-        "`bert-dp data inspect`",
+        "free or enlarge /dev/shm (a container gets 64 MiB unless started with --shm-size), and check the "
+        "shards with `bert-dp data inspect`",
     ),
     signal.SIGILL: (
         "the code uses an instruction that this CPU does not support",
-        "install builds of torch and of the extensions for this CPU",
+        "install builds of torch and its extensions that support this CPU",
     ),
 }
-SPARE = 0.1  # share of memory not covered by the estimate, such as buffers of collectives
+SPARE = 0.1  # share of memory left free because the estimate omits, e.g., buffers of collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """Exit of a worker. `code`: -N for signal N; None if its parent had already reaped it."""
+    """Exit of a worker. `code`: exit code, -N for signal N; None if the parent already reaped the worker."""
 
     rank: int
     code: int | None
@@ -70,18 +70,18 @@ class RankExit:
 
 
 class RanksEnded(StoredModel):
-    """Exits and errors of the ranks of one node. Times are of CLOCK_MONOTONIC."""
+    """Exits and errors of the ranks of one node. Times are readings of CLOCK_MONOTONIC."""
 
-    code: int  # exit code of the launcher's process
-    failed_ns: int | None  # time when that process failed; None: it did not fail, or we killed it
-    said: str  # end of its output, at most TAIL_BYTES, without secrets
-    log: str  # path of its log
-    errors: list[Failure]  # recorded by the ranks
+    code: int  # exit code of the starter (torchrun, accelerate or deepspeed)
+    failed_ns: int | None  # time when the starter failed; None if it did not fail or bert-dp killed it
+    said: str  # end of the starter's output, at most TAIL_BYTES, without secrets
+    log: str  # path of the starter's log
+    errors: list[Failure]  # errors recorded by the ranks
     exits: list[RankExit]
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert times from a clock that is `ahead_ns` ahead of ours."""
+        """Convert the times from a clock that is `ahead_ns` ahead of the local one."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -89,34 +89,34 @@ class RanksEnded(StoredModel):
 
 
 def error_files(logs: Path, ranks: Sequence[int] | None = None) -> list[Path]:
-    """List the error files recorded by ranks; `ranks`: only by these."""
+    """List the error files of all ranks, or only of those in `ranks`."""
     if ranks is None:
         return list(logs.glob("rank-*.error.json"))
     return [path for rank in ranks if (path := logs / f"rank-{rank}.error.json").exists()]
 
 
 def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Failure]:
-    """Read the errors recorded by ranks; `ranks`: only by these."""
+    """Read the errors recorded by all ranks, or only by those in `ranks`."""
     found = (results.find(path, Failure) for path in error_files(logs, ranks))
     return [error for error in found if error is not None]
 
 
 def first_cause(
-    logs: Path, launcher_said: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
+    logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the earliest error of a rank; add its log, consequences and the ranks with the same error. None if
-    no rank recorded an error or exited without one."""
-    # a rank killed by a signal recorded no error: errors of other ranks are its consequences if they are
-    # later or only report a lost peer
+    """Find the first failure of a rank, bad input before other errors; add its log, its consequences and the
+    ranks with the same error. None if no rank failed."""
+    # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
+    # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
     errors = {e.rank: e for e in in_order if e.rank is not None}
     causes = [e for e in errors.values() if e.kind != "peer_gone"]
     silent = [d for d in exits if d.rank not in errors and d.code != 0]
     died_first = bool(silent) and all(silent[0].time_ns < e.time_ns for e in causes)
-    end = _unrecorded_end(silent, launcher_said, set(errors))
+    end = _unrecorded_exit(silent, starter_output, set(errors))
     same: set[int] = set()
     if end is not None and (not causes or died_first):
-        first = _of_a_silent_end(logs, *end)
+        first = _unrecorded_failure(logs, *end)
     elif errors:
         first = (causes or list(errors.values()))[0]
         alike = [
@@ -136,25 +136,25 @@ def first_cause(
     return first.model_copy(update=facts)
 
 
-def _unrecorded_end(
-    silent: Sequence[RankExit], launcher_said: str, recorded: set[int]
+def _unrecorded_exit(
+    silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
-    """Find rank and exit code (None = unknown) of the first rank that exited without a record: from `silent`,
-    else from the launcher's report; deepspeed's does not name the rank."""
+    """Return rank and exit code (None if unknown) of the first rank that failed without recording an error.
+    They are read from `silent`, else from the starter's report; deepspeed's report does not name the rank."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
-    for rank, number in re.findall(report, launcher_said):
+    for rank, number in re.findall(report, starter_output):
         if int(rank) not in recorded:
             return int(rank), -int(number)
     if not silent:
         return None
-    reported = re.search(r"exits with return code = -(\d+)", launcher_said)
+    reported = re.search(r"exits with return code = -(\d+)", starter_output)
     return silent[0].rank, -int(reported[1]) if reported else None
 
 
-def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
-    """Build the failure of a rank that recorded no error, with the stack of a crash from its log."""
+def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
+    """Build the failure of a rank that recorded no error; after a crash, add the stack from its log."""
     signalled = -code if code is not None and code < 0 else None
     stack = crash_stack(read_end(logs / f"rank-{rank}.log")) if signalled in CRASHES else []
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
@@ -173,7 +173,7 @@ def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the exits of the other ranks. The launcher stops remaining ranks with SIGTERM."""
+    """Describe the failures of the other ranks. Omit ranks that the starter stopped with SIGTERM."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
@@ -181,10 +181,10 @@ def _consequences(
     return [lines[rank] for rank in sorted(lines) if rank not in causes]
 
 
-def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add that the run directory is not writable; make it the cause unless another one is known."""
+def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
+    """Add to a failure that the run directory is not writable, as its cause if no other cause is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
-    fix = "free space there; the same command then resumes from the newest checkpoint"
+    fix = "free space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
         return failure.model_copy(update={"fix": [*failure.fix, fix]})
     if failure.kind != "no_cause":
@@ -195,7 +195,7 @@ def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
 
 
 def crash_stack(text: str) -> list[str]:
-    """Extract faulthandler's last output from a log: the error and the stack of the crashed thread."""
+    """Extract the last output of faulthandler from a log: the error and the stack of the crashed thread."""
     _, error, rest = text.rpartition("Fatal Python error: ")
     if not error:
         return []
@@ -207,7 +207,7 @@ def crash_stack(text: str) -> list[str]:
 
 
 def read_end(path: Path) -> str:
-    """Read the end of a log of any size, since its last start; "" if there is no log."""
+    """Read the last TAIL_BYTES of a log, from the last restart on; "" if there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -218,7 +218,7 @@ def read_end(path: Path) -> str:
 
 
 def first_line(message: str) -> str:
-    """Return the first non-empty line, cut to MESSAGE_CHARS, without C++ source locations."""
+    """Return a message's first non-empty line without C++ source locations, cut to MESSAGE_CHARS."""
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
@@ -231,7 +231,7 @@ def explain(
     failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int | None = None
 ) -> Failure:
     """Add explanations and fixes to a failure, derived from RUN/config.yaml and RUN/environment.json. `here`:
-    number of ranks that share the memory of the failed rank's node; None = all."""
+    number of ranks on the failed rank's node, which share its memory; None = all."""
     here = here or world_size
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
@@ -241,7 +241,7 @@ def explain(
         facts = {**_explain_kill(failure, run_dir, world_size, memory, here), "memory": memory}
     elif failure.kind in OUT_OF_MEMORY:
         on_host = failure.kind == "host_memory"
-        reasons, fixes = what_to_lower(run_dir, world_size, failure.message, on_host=on_host, here=here)
+        reasons, fixes = explain_memory(run_dir, world_size, failure.message, on_host=on_host, here=here)
         facts = {"explanation": reasons, "fix": fixes, "memory": memory if on_host else None}
     return failure.model_copy(update=facts)
 
@@ -249,39 +249,40 @@ def explain(
 def _explain_kill(
     failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int
 ) -> dict[str, Any]:
-    peak = memory.peaks_gib.get(f"rank {failure.rank}")
-    peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it exited before its memory was sampled"
+    peaked = "the rank exited before its memory was sampled"
+    if peak := memory.peaks_gib.get(f"rank {failure.rank}"):
+        peaked = f"the rank's memory peaked at {format_gib(peak)}"
     if memory.oom_kills:
-        first = f"the kernel killed it because host memory ran out (oom_kill in {memory.counter}); {peaked}"
-        reasons, fixes = what_to_lower(run_dir, world_size, "", on_host=True, here=here)
-        message = f"{failure.message}: host out of memory"
-        return {"message": message, "kind": "host_memory", "explanation": [first, *reasons], "fix": fixes}
-    reason = "killed from outside: no out-of-memory kill was counted"
+        killed = f"the kernel killed the rank because host memory ran out (oom_kill in {memory.counter})"
+        reasons, fixes = explain_memory(run_dir, world_size, "", on_host=True, here=here)
+        facts = {"message": f"{failure.message}: host out of memory", "kind": "host_memory"}
+        return {**facts, "explanation": [f"{killed}; {peaked}", *reasons], "fix": fixes}
+    reason = "killed from outside the run: no out-of-memory kill was counted"
     if memory.oom_kills is None:
-        reason = "killed from outside, or by the kernel for lack of memory: no oom_kill counter is readable"
-    fix = "find who killed it: a limit of the batch system or container, an administrator; see `dmesg`"
+        reason = "killed from outside the run or by the kernel for lack of memory (no oom_kill counter)"
+    fix = "find out who sent the signal: the batch system, the container or an administrator; see `dmesg`"
     return {"explanation": [f"{reason}; {peaked}"], "fix": [fix]}
 
 
-def what_to_lower(
+def explain_memory(
     run_dir: Path, world_size: int, message: str, *, on_host: bool, here: int
 ) -> tuple[list[str], list[str]]:
-    """Explain why host or device memory ran out, and find settings that need less. `here`: number of ranks
-    that share the host."""
+    """Explain why host or device memory ran out, and find settings that need less memory. `here`: number of
+    ranks that share the host."""
     try:
         config = load_config(run_dir / "config.yaml")
     except (ConfigError, OSError):
         return [], []
     machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
     if on_host and config.run.device != "cpu" and machine.gpus:
-        return [], ["use fewer ranks or more host memory (for the data and the checkpoint's copy)"]
+        return [], ["use fewer ranks or more host memory (it holds the data and a copy of each checkpoint)"]
     reasons: list[str] = []
     if on_host:
         total = machine.memory_limit_gib or machine.memory_gib
         capacity = total / here if total else None
         if total:
-            shared = f"{format_gib(total)} / {here} ranks = {format_gib(capacity)} per rank"
-            reasons = [f"{'control group limit' if machine.memory_limit_gib else 'machine'} {shared}"]
+            shared = f"{format_gib(total)} / {count_of(here, 'rank')} = {format_gib(capacity)} per rank"
+            reasons = [f"{'control group limit' if machine.memory_limit_gib else 'machine memory'} {shared}"]
     elif match := re.search(r"total capacity of ([\d.]+) (GiB|MiB)", message):  # torch's wording
         capacity = float(match[1]) / {"GiB": 1, "MiB": 1024}[match[2]]
     else:
@@ -289,17 +290,17 @@ def what_to_lower(
     newest = files.newest_checkpoint_facts(run_dir)
     kept = newest[1].precision if newest else None
     precision = precision_of(config, machine.bf16_units, on_gpu=not on_host, kept=kept)
-    estimate, fix = what_fits(config, precision, world_size, capacity, on_gpu=not on_host)
+    estimate, fix = suggest_micro_batch(config, precision, world_size, capacity, on_gpu=not on_host)
     return [*reasons, estimate], [fix]
 
 
-def what_fits(
+def suggest_micro_batch(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return the memory estimate per rank in words, and, as a setting, the largest micro batch whose estimate
-    is at least 10 % below `capacity_gib`.
+    """Return two texts: the memory estimate per rank, and the setting of the largest micro batch that fits.
 
-    If the run failed although its estimate fits, the target is 10 % below the estimate instead.
+    A micro batch fits if its estimate is 10 % (SPARE) below both `capacity_gib` and the current estimate,
+    because a run may fail although its estimate is below the capacity.
     """
 
     def needs(of: Config) -> float:
@@ -315,40 +316,40 @@ def what_fits(
     before = batch_layout(config, world_size)
     for micro in (n for n in reversed(divisors(batch.global_size)) if n < batch.micro_size):
         smaller = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
-        with contextlib.suppress(ConfigError):  # this micro batch does not divide the batch
+        with contextlib.suppress(ConfigError):  # micro batch x replicas does not divide the global batch
             after, size = batch_layout(smaller, world_size), needs(smaller)
             if size <= limit:
                 steps = f"accumulation {before.grad_accum_steps} -> {after.grad_accum_steps}"
                 kept = f"global batch {format_count(batch.global_size)} unchanged"
                 return words, f"batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
     return words, (
-        "by the estimate, no micro batch fits; try parallel.activation_checkpointing=true, "
+        "by the estimate, no smaller micro batch fits; try parallel.activation_checkpointing=true, "
         "parallel.engine=zero1 or fsdp, more ranks, or a smaller model"
     )
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
-    """Format a failure as lines: rank, error, place, log, reasons, fixes, consequences and the log's end."""
+    """Format a failure as lines: rank, error, source line, log, reasons, fixes, consequences and log tail."""
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where} {failure.source or ''}".rstrip())
     lines += [f"  log: {failure.log}"] if failure.log else []
     lines.append(f"  run: {run_dir}")
     if failure.same_error_ranks:
-        lines.append(f"  same error: rank {', '.join(map(str, failure.same_error_ranks))}")
+        lines.append(f"  same error on ranks: {', '.join(map(str, failure.same_error_ranks))}")
     lines += [f"  why: {line}" for line in failure.explanation]
     lines += [f"  fix: {line}" for line in failure.fix]
     if failure.memory and (peak := failure.memory.peaks_gib.get(f"rank {failure.rank}")):
         lines.append(f"  memory: rank {failure.rank} peaked at {format_gib(peak)}")
     lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
     if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
-        lines.append(f"  consequence: {more} more ranks; all in summary.json")
+        lines.append(f"  consequence: {count_of(more, 'more rank')}; all are in summary.json")
     lines += [f"  | {line}" for line in failure.log_tail]
     return [safe(line) for line in lines]
 
 
 class MemoryWatch:
-    """Record the peak resident memory of each rank, sampled once a second."""
+    """Peak resident memory of each rank, sampled about once a second."""
 
     def __init__(self, root: Path = ROOT):
         self._root, self._next_s = root, 0.0
@@ -367,7 +368,7 @@ class MemoryWatch:
                 self._peaks_gib[f"rank {rank}"] = max(self._peaks_gib.get(f"rank {rank}", 0.0), used)
 
     def facts(self) -> RunMemory:
-        """Return the peaks so far, and the out-of-memory kills since this object was created."""
+        """Return the peaks so far and the number of out-of-memory kills since this object was created."""
         before, after = self._kills_before, oom_kills(self._root)
         return RunMemory(
             peaks_gib={name: round(peak, 3) for name, peak in self._peaks_gib.items()},
@@ -377,14 +378,14 @@ class MemoryWatch:
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
-    """Read the number of out-of-memory kills so far and the counter's path: of our control group (v2, v1),
-    which counts them for every limit that was hit, else of the machine. None without a counter."""
-    places = [
+    """Read the number of out-of-memory kills so far and the path of the counter. The control group's counter
+    (v2 or v1) covers all of its limits; otherwise the machine's is read. None if no counter is readable."""
+    counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))
         for name in ("memory.events", "memory.oom_control")
     ]
-    for path in (*places, root / "proc/vmstat"):
+    for path in (*counters, root / "proc/vmstat"):
         with contextlib.suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
                 return int(match[1]), str(path)

@@ -1,5 +1,5 @@
-"""Detect and diagnose hangs: read the ranks' heartbeats about once a second, identify the ranks that block
-the others from stacks, process states and collectives, and end a run that stays hung.
+"""Detect hangs from the ranks' heartbeats, find the ranks that block the others, and end a run that stays
+hung. The evidence against a rank is its process state, its stack and its recent collectives.
 """
 
 import collections
@@ -23,35 +23,35 @@ from bert_dp.files.models import Failure
 from launcher.machine.environment import process_stat, read_text
 
 LOOK_EVERY_S = 1.0
-UNWATCHED_S = 5.0  # most time counted between two polls: this process may have been stopped
-ANSWER_S = 3.0  # limit for stacks and records to arrive
-REPORT_AT = 0.8  # share of the limit at which evidence is collected, to report within the limit
-PATIENT_S = 300.0  # limit in phases that may last long without progress
-COMPILING_S = 30.0  # until a compiling rank is checked again
+UNWATCHED_S = 5.0  # longest time counted between two polls, because this process may have been stopped
+ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
+REPORT_AT = 0.8  # share of the limit after which evidence is collected, so that the report meets the limit
+PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without progress
+COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
-ABSENT = Heartbeat()  # of a rank that has not started
-UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
+ABSENT = Heartbeat()  # heartbeat of a rank that has not started
+UNHEARD_S = 3.0  # heartbeats come about once a second, later on a busy machine
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# what a function waits for; 2: it only waits, 1: it or its device may be working
+# (file, function) -> (certainty, operation); 2: the function only waits, 1: it may also be computing
 WAITS = {
-    ("bert_dp/training/distributed.py", "wait"): (2, "a side-group exchange"),
+    ("bert_dp/training/distributed.py", "wait"): (2, "an exchange of host values"),
     **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
-    ("cuda/__init__.py", "synchronize"): (1, "the device"),
+    ("cuda/__init__.py", "synchronize"): (1, "a synchronization with the device"),
 }
-# files of torch.compile: finetuning compiles each new padded length in the middle of a step
+# files of torch.compile, which also runs during a step: finetuning compiles each new padded length
 COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/async_compile.py",
     "torch/_inductor/codecache.py",
     "torch/_inductor/cpp_builder.py",
 )
-BEGUN = ("started", "completed")  # states of collectives started by GPUs; gloo's stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # inputs may differ between ranks
+BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose sizes may differ between ranks
 
 Collectives = Sequence[Mapping[str, Any]]
-"""Recent collectives of a rank, from bert_dp.training.distributed.recent_collectives."""
+"""Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
 
 
 class Frame(NamedTuple):
@@ -65,14 +65,14 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RankSnapshot:
-    """Evidence about one rank of a run without progress."""
+    """Heartbeat, process state and, during a hang, stack and collectives of a rank."""
 
     rank: int
     heartbeat: Heartbeat
-    silent_s: float  # seconds without progress
-    unheard_s: float  # seconds since its heartbeat thread last ran
-    state: str = "S"  # state of its process, as in proc_pid_stat(5)
-    stack: tuple[Frame, ...] = ()  # frames of its main thread, innermost first
+    silent_s: float  # seconds since the last progress
+    unheard_s: float  # seconds since the last heartbeat
+    state: str = "S"  # state of the process, as in proc_pid_stat(5)
+    stack: tuple[Frame, ...] = ()  # frames of the main thread, innermost first
     collectives: Collectives = ()
 
     @property
@@ -81,13 +81,13 @@ class RankSnapshot:
 
     @property
     def frozen(self) -> bool:
-        """Return True if the process runs no Python code although no signal has stopped it."""
+        """Return True if the process runs no Python code although no signal stopped it."""
         has_begun = self.heartbeat.pid != 0
         return has_begun and not self.stopped and self.unheard_s >= max(UNHEARD_S, self.silent_s / 2)
 
     @property
     def where(self) -> Frame | None:
-        """Innermost frame of our code or the user's, else of any code."""
+        """Return the innermost frame in the code of bert-dp or the user, else of any code."""
         own = (frame for frame in self.stack if is_own_code(frame.path))
         return next(own, self.stack[0] if self.stack else None)
 
@@ -96,15 +96,15 @@ class RankSnapshot:
         return PHASES[self.heartbeat.phase]
 
     def position(self) -> str:
-        """Describe the rank's position: step, phase and micro batches."""
+        """Describe the rank's position: step, phase and number of micro batches done."""
         if self.phase in ("setup", "compile"):
-            return f"in {self.phase}"
-        done = f", {self.heartbeat.done} micro batches done" if self.phase in IN_STEP else ""
-        return f"in step {self.heartbeat.step} ({self.phase}{done})"
+            return f"in phase {self.phase}"
+        done = f", micro batches done: {self.heartbeat.done}" if self.phase in IN_STEP else ""
+        return f"in step {self.heartbeat.step} (phase {self.phase}{done})"
 
 
 class HangDiagnosis(NamedTuple):
-    ranks: tuple[int, ...]  # ranks that block the others; () if none stands out
+    ranks: tuple[int, ...]  # ranks that block the others; () if unknown
     reason: str
 
 
@@ -118,29 +118,29 @@ class OtherNodes(Protocol):
 
 
 class Watch:
-    """Watch the ranks' heartbeats; call `poll` often. Reports go to `log`, line by line, and to RUN/hang.txt.
+    """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
-    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or a stopped or frozen
-    rank, are silent for max(hang_after_s, 3 median steps). During set-up, compilation and saving, and before
-    the first completed step, the limit is PATIENT_S; also if a stack shows that a rank is compiling.
+    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
+    rank, are silent for max(hang_after_s, 3 median steps). The limit is at least PATIENT_S while a rank's
+    stack shows compilation and, for all ranks, in the PATIENT phases and before the first completed step.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
         self._run_dir, self._log, self._limits = run_dir, log, limits
         self._looked = time.monotonic()
         self._clock_s = 0.0
-        self._ranks: dict[int, RankSnapshot] = {}  # by the last poll; without stacks and collectives
+        self._ranks: dict[int, RankSnapshot] = {}  # as of the last poll, without stacks and collectives
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
-        self.hang: Failure | None = None  # reported hang, while the run makes no progress
-        self.ends = False  # whether the run must be killed for it
-        self.heartbeats: Path | None = None  # directory of the heartbeats; None = in the run directory
+        self.hang: Failure | None = None  # the reported hang; None once the run continues
+        self.ends = False  # True if the run must be killed because of the hang
+        self.heartbeats: Path | None = None  # directory of the heartbeats; None = RUN/heartbeats
         self.others: OtherNodes | None = None  # launchers of the other nodes
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
-        """Check the ranks (rank -> process) if it is time. Returns the hang if the run must be killed. `now`:
-        seconds on the monotonic clock; default: the clock."""
+        """Check the ranks (rank -> process), at most every LOOK_EVERY_S. Return the hang if the run must be
+        killed. `now`: seconds on the monotonic clock; None reads the clock."""
         now = time.monotonic() if now is None else now
         if now - self._looked < LOOK_EVERY_S or not workers:
             return None
@@ -171,21 +171,21 @@ class Watch:
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
             self._completed, self._completed_s = step, clock
-        elif step - 1 > self._completed:  # seconds per step since a poll that saw a completed step
+        elif step - 1 > self._completed:  # mean since the poll of the previous completed step
             self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
             self._completed, self._completed_s = step - 1, clock
 
     def _is_hung(self) -> bool:
         started = [snapshot for snapshot in self._ranks.values() if snapshot.heartbeat != ABSENT]
         if not started or self._clock_s < self._next_look_s:
-            return False  # no data: workers are starting, or cannot write heartbeats
+            return False  # the workers are starting or cannot write heartbeats
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
-            return False  # a silent node counts as lost, whatever its ranks do
+            return False  # a node without contact is reported as lost, not as hung
         limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))
         patient = any(s.phase in PATIENT for s in self._ranks.values()) or not self._steps
         if min(s.silent_s for s in started) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        # imports and loading hold the interpreter lock for long, so a rank may freeze in set-up
+        # a rank may look frozen during set-up, because imports and loading hold the interpreter lock for long
         return any(s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in started)
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
@@ -201,7 +201,7 @@ class Watch:
         now = self._look(workers)
         for rank in diagnosis.ranks or self._ranks:
             if rank not in now or now[rank][0].progress != self._ranks[rank].heartbeat.progress:
-                return  # it exited or continued while we looked
+                return  # the rank exited or continued while the evidence was collected
         if any(compiles(s.stack) and s.silent_s < PATIENT_S for s in snapshots):
             self._next_look_s = self._clock_s + COMPILING_S
             return
@@ -220,22 +220,22 @@ class Watch:
         self._reported_s = self._clock_s
         self._hung_since_s = self._clock_s - max(s.silent_s for s in snapshots)
         end_s = self._limits.end_hung_after_s
-        end = f"ended in {end_s:.0f} s" if end_s else "not ended"
-        self._tell([*lines, f"  the run is {end} unless it continues; saved in {self._run_dir / 'hang.txt'}"])
+        action = f"ends the run in {end_s:.0f} s unless it continues" if end_s else "does not end the run"
+        self._write([*lines, f"  bert-dp {action}; this report is in {self._run_dir / 'hang.txt'}"])
 
     def _follow_hang(self) -> Failure | None:
         if all(s.silent_s < self._clock_s - self._reported_s for s in self._ranks.values()):
-            self.tell_continued()
+            self.report_continued()
             return None
         self.ends = 0 < self._limits.end_hung_after_s <= self._clock_s - self._reported_s
         return self.hang if self.ends else None
 
-    def tell_continued(self) -> None:
-        """Report the end of the reported hang. Also for the caller, as a run may end before the next poll."""
-        self._tell([f"continues after {self._clock_s - self._hung_since_s:.0f} s"])
+    def report_continued(self) -> None:
+        """Report that the run continued. The launcher calls this if the run ends before the next poll."""
+        self._write([f"the run continues after {self._clock_s - self._hung_since_s:.0f} s without progress"])
         self.hang = None
 
-    def _tell(self, lines: list[str]) -> None:
+    def _write(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("a", encoding="utf-8") as file:
             file.write(time.strftime("%Y-%m-%d %H:%M:%S\n") + "".join(f"{line}\n" for line in lines))
         for line in lines:
@@ -250,7 +250,7 @@ def look(
     for rank, worker in workers.items():
         beat = read_heartbeat(heartbeat_path(run_dir, rank, heartbeats))
         is_current = beat is not None and beat.pid == worker.pid
-        state = (process_stat(worker.pid) or ["X"])[0]  # X: it is gone
+        state = (process_stat(worker.pid) or ["X"])[0]  # X: the process is gone
         seen[rank] = (beat if beat is not None and is_current else ABSENT, state)
     return seen
 
@@ -258,12 +258,12 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Collect stacks and collectives of this node's ranks, as far as they respond, in up to ANSWER_S."""
-    able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 kills a rank not started
+    """Collect stacks and collectives of this node's ranks, empty for a rank without response in ANSWER_S."""
+    able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would kill a starting rank
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
         with contextlib.suppress(OSError):
-            os.truncate(path, 0)  # the rank appends to it
+            os.truncate(path, 0)  # the rank appends to the file
         with contextlib.suppress(psutil.Error):
             workers[rank].send_signal(signal.SIGUSR2)
     texts: dict[int, str] = {}
@@ -281,7 +281,7 @@ def evidence(
 
 
 def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives | None:
-    """Read the collectives written by the rank during this silence; None if there are none."""
+    """Read the collectives that the rank wrote since its last progress; None if it wrote none."""
     facts = read_json(run_dir / "logs" / f"rank-{snapshot.rank}.collectives.json") or {}
     beat = snapshot.heartbeat
     is_current = (facts.get("pid"), facts.get("progress")) == (beat.pid, beat.progress)
@@ -289,15 +289,15 @@ def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives |
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Parse the main thread's frames, innermost first, from faulthandler's output; that thread is last."""
+    """Parse the frames, innermost first, of the main thread, which is last in faulthandler's output."""
     blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
     matches = (FRAME.match(line) for line in blocks[-1].splitlines())
     return tuple(Frame(m[1], int(m[2]), m[3]) for m in matches if m and not m[1].startswith("<frozen"))
 
 
 def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
-    """Return (2, collective) for a stack that waits in one, (1, what) if it may also be working, else
-    (0, "")."""
+    """Return (certainty, operation) of the wait that a stack shows. Certainty 2: the rank only waits; 1: it
+    may also be computing; 0 with "": the stack shows no wait."""
     for frame in stack:
         for (path, function), answer in WAITS.items():
             if frame.path.endswith(path) and frame.function == function:
@@ -309,28 +309,28 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
 
 
 def compiles(stack: Sequence[Frame]) -> bool:
-    """Return whether torch.compile itself is running, not code compiled by it."""
+    """Return True if torch.compile is compiling, not only running compiled code."""
     return any(frame.path.endswith(COMPILES) for frame in stack)
 
 
 def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
-    """Find the ranks that block the others, by the most reliable evidence first: stopped, frozen, collectives
-    not started, position in the step, stacks.
+    """Find the ranks that block the others. Evidence in order of reliability: a stopped process, a frozen
+    process, collectives not started, the position in the step, stacks.
 
-    A rank runs ahead of its GPU: its position is the last queued work, its collectives show completed work.
+    A rank runs ahead of its GPU: its position counts queued work, its collectives show started work.
     """
     if stopped := [s for s in snapshots if s.stopped]:
-        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes it")
-    # a frozen rank that is steps ahead of a responding rank waits for it: a launch holds the GIL while the
-    # GPU's queue is full
+        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes the process")
+    # a frozen rank that is steps ahead of a responding rank waits for that rank: while the GPU's queue is
+    # full, a kernel launch holds the interpreter lock (GIL)
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
-        reason = "holds the interpreter lock (GIL), or gets no CPU time"
+        reason = "interpreter lock (GIL) held, or no CPU time"
         if frozen[0].state == "D":
-            reason = "stuck in the kernel"
-        return _named(frozen, f"not schedulable: {reason}")
+            reason = "blocked in the kernel"
+        return _named(frozen, f"not responding: {reason}")
     if len(snapshots) == 1:
-        return _named(snapshots, "makes no progress")
+        return _named(snapshots, "the only rank of the run")
     recorded = {s.rank: s.collectives for s in snapshots}
     for on_gpu in (False, True):
         if (diagnosis := compare_collectives(recorded, on_gpu=on_gpu)) is not None:
@@ -345,7 +345,7 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     if any(sureness > least for sureness, _ in sure):
         outside = [s for sureness, s in sure if sureness == least]
         return _named(outside, "not in the collective in which the others wait")
-    return HangDiagnosis((), "no rank stands out: all wait at the same position")
+    return HangDiagnosis((), "the cause is unknown: all ranks wait at the same position")
 
 
 def _named(snapshots: Sequence[RankSnapshot], reason: str) -> HangDiagnosis:
@@ -353,15 +353,15 @@ def _named(snapshots: Sequence[RankSnapshot], reason: str) -> HangDiagnosis:
 
 
 def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = False) -> HangDiagnosis | None:
-    """Find, in each rank's recent collectives, ranks that have not started one in which others wait, or have
-    started a different one; `on_gpu`: count only collectives started by the GPUs, not just queued.
+    """Find ranks that have not started a collective in which others wait, or that started a different one.
 
-    Ranks that are behind only because they wait in another group (tensor parallelism) are named only if no
-    other rank is behind. None if the records show no difference, or nothing was recorded.
+    `recorded`: rank -> recent collectives. `on_gpu`: count only collectives that the GPUs have started, not
+    queued ones. A rank that is behind because it waits in another group (tensor parallelism) is named only if
+    every rank that is behind waits. None if the records are empty or show no difference.
     """
     if on_gpu:
         recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
-    has_not = "has not started on its GPU" if on_gpu else "has not started"
+    where = " on its GPU" if on_gpu else ""
     missing: dict[int, str] = {}
     waiting: set[int] = set()
     for group in sorted({str(entry["group"]) for entries in recorded.values() for entry in entries}):
@@ -377,14 +377,14 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
         ahead = [rank for rank in last if last[rank] == newest]
         if len(ahead) < len(last):
             waiting.update(ahead)
-            what = f"{_name(ranks[ahead[0]][newest])}, in which {_list(ahead, 'wait')}"
+            what = f"{_name(ranks[ahead[0]][newest])}{where}, in which {_list(ahead, 'wait')}"
             missing.update({rank: what for rank in last if last[rank] < newest})
-    culprits = [rank for rank in missing if rank not in waiting]
-    if culprits:
-        return HangDiagnosis(tuple(culprits), f"{has_not} {missing[culprits[0]]}")
+    if culprits := [rank for rank in missing if rank not in waiting]:
+        have = "have" if len(culprits) > 1 else "has"
+        return HangDiagnosis(tuple(culprits), f"{have} not started {missing[culprits[0]]}")
     if missing:
-        each = "; ".join(f"rank {rank} {has_not} {what}" for rank, what in sorted(missing.items()))
-        return HangDiagnosis(tuple(sorted(missing)), f"they wait for each other: {each}")
+        each = "; ".join(f"rank {rank} has not started {what}" for rank, what in sorted(missing.items()))
+        return HangDiagnosis(tuple(sorted(missing)), f"the ranks wait for each other: {each}")
     return None
 
 
@@ -405,7 +405,7 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagn
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """Format operation and sizes of a collective; they must be equal on all ranks."""
+    """Format operation and sizes of a collective, which must be equal on all ranks."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"
@@ -419,7 +419,7 @@ def _list(ranks: Sequence[int], verb: str = "") -> str:
 
 
 def headline(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, *, name_ranks: bool = True) -> str:
-    """Describe the hang in one sentence; `name_ranks`: with its ranks."""
+    """Describe the hang in one line. `name_ranks`: include the ranks that block the others."""
     named = [s for s in snapshots if s.rank in diagnosis.ranks]
     who = f": {_list(diagnosis.ranks)}" if named and name_ranks else ""
     named = named or list(snapshots)
@@ -428,7 +428,7 @@ def headline(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, *, nam
 
 
 def report(snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis) -> list[str]:
-    """Describe the hang as lines: the named ranks with their stacks, then one line per other rank."""
+    """Describe the hang as lines: headline, ranks that block the others with stacks, every other rank."""
     lines, others = [headline(snapshots, diagnosis)], []
     for s in snapshots:
         if s.rank in diagnosis.ranks:

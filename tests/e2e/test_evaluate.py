@@ -73,7 +73,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(RUN, tmp_path / "bare")
     for arguments, said in (
         ([str(tmp_path), text], f"{tmp_path}: no valid checkpoint"),
-        ([str(bare), text], f"copy the tokenizer.json of its shards to {bare / 'tokenizer.json'}"),
+        ([str(bare), text], f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "error: TEXT: "),
         ([str(run_dir), text, "--documents", "page"], "error: --documents: "),
         ([str(run_dir)], "Missing argument"),

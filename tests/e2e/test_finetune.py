@@ -66,7 +66,7 @@ def test_a_share_of_train_is_dev_and_every_seed_is_a_run(run_dir: Path, tmp_path
     assert re.search(rf"^dev accuracy +{sum(scores) / 2:.4f} \u00b1 ", done.stdout, re.MULTILINE)
     report = report_of([tmp_path / "seed-0"])
     assert report.tiles[0].label == "dev/accuracy"
-    assert "a constant answer: 0.5000" in report.tiles[0].cells[0].note
+    assert "a constant answer scores 0.5000" in report.tiles[0].cells[0].note
     (classes,) = [section for section in report.sections if section.title == "Classes"]
     by_class, matrix = classes.tables
     assert [row.label for row in matrix.rows] == ["land", "sea"]
@@ -110,7 +110,7 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
     bare = shutil.copytree(run_dir, tmp_path / "bare")
     for path in bare.rglob("tokenizer.json"):
         path.unlink()
-    told = f"copy the tokenizer.json of its shards to {bare / 'tokenizer.json'}"
+    told = f"copy the tokenizer.json of the run's shards to {bare / 'tokenizer.json'}"
     write_two_tasks(tmp_path / "glue")
     for arguments in (
         ("finetune", str(bare), *OWN),

@@ -50,7 +50,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
-    assert "ended from outside or incomplete; restarted" in printed
+    assert "interrupted or incomplete; restarted" in printed
     assert (folder / "trials" / "memory-1" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
     return folder
 

@@ -102,6 +102,6 @@ def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
     assert "3 rates spaced 2x at 1/8" in accepted(*command(shards, tmp_path / "out", "--dry-run"))
     assert not (tmp_path / "out").exists()
     bad = refused(*command(shards, tmp_path, "--tokens", "5"))
-    assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad
+    assert "error: --tokens: 5 tokens make fewer than 8 steps" in bad
     (tmp_path / "mine.txt").write_text("x")
     assert "is not empty and contains no search" in refused(*command(shards, tmp_path))

@@ -88,7 +88,7 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         facts = fail(tmp_path, shards, "kill", number, launcher)
         assert facts["message"].endswith("killed by signal 9 (SIGKILL)")
         assert facts["killed_by"] == 9
-        why = "why: killed from outside"
+        why = "why: killed from outside the run"
         assert any(why in line and "memory peaked at" in line for line in facts["first"])
         assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
@@ -119,7 +119,7 @@ def test_row_02_a_kill_for_want_of_memory(
     assert lines[0] == "failed: rank 1: killed by signal 9 (SIGKILL): host out of memory"
     assert any("because host memory ran out" in line and "peaked at 0." in line for line in lines[:15])
     # the program alone takes more than nine tenths of this estimate: no setting brings it below
-    assert any(line.startswith("  fix: by the estimate, no micro batch fits") for line in lines[:15])
+    assert any(line.startswith("  fix: by the estimate, no smaller micro batch fits") for line in lines[:15])
     assert any(line.startswith("  memory: rank 1 ") for line in lines[:15])
     memory = read_json(run_dir / "summary.json")["failure"]["memory"]
     assert memory["oom_kills"] == 1

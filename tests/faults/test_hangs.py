@@ -18,7 +18,7 @@ from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, read_lines
 
 LIMIT_S = 30.0 if FULL else 8.0
-WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil": "not schedulable"}
+WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil": "not responding"}
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path) -> None:
 def test_row_07_a_pause_is_reported_and_its_end_too(run_dir: Path, shards: Path) -> None:
     train(shards, run_dir, *hang_limits(4.0, 600.0), "schedule.steps=4", **broken("sleep", seconds=8))
     said = (run_dir / "hang.txt").read_text()
-    assert said.count("hang: rank 1 in step 4 (step") == 1
+    assert said.count("hang: rank 1 in step 4 (phase step") == 1
     assert f"  rank 1 at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in said
     assert re.search(r"continues after \d+ s", said)
     assert read_json(run_dir / "summary.json")["status"] == "done"
@@ -134,7 +134,7 @@ def test_row_07_a_straggler_is_named(run_dir: Path, shards: Path) -> None:
     assert summary["straggler"]["ratio"] == summary["straggler_ratio"] > 2
     observe(7, straggler_seconds_per_step=summary["straggler"]["seconds_per_step"])
     assert 0.1 <= summary["straggler"]["seconds_per_step"] <= 2.0  # 0.2 s were injected
-    assert re.search(r"straggler\s+rank 1\b.*own work", done.stdout)
+    assert re.search(r"straggler\s+rank 1\b.*compute time", done.stdout)
 
 
 def mismatch_once(tmp_path: Path, shards: Path, rank: int, device: str) -> str:

@@ -152,5 +152,5 @@ def test_lines_arrive_during_the_run_and_a_lost_store_ends_nothing(tmp_path: Pat
         for step in (10, 20):
             files.append_line(run_dir / "metrics.jsonl", metrics(step))
     _, line = said
-    assert line.startswith(f"warning: nothing more of this run is sent to {service} (")
+    assert line.startswith(f"warning: no further records of this run are sent to {service} (")
     assert sender.exit_code == 1

@@ -26,7 +26,7 @@ metadata.version = lambda name: "0.1" if name == "torch" else version(name)
             ("parallel.tensor: ", "node 0 (host0), node 1 (host1)", "multiple of 2"),
         ),
         ((1, 1), "run.device=cuda", ("run.device: ", "no GPU", "run.device=cpu")),
-        ((1, 1), "parallel.engine=single", ("parallel.engine: single runs one rank", "use ddp")),
+        ((1, 1), "parallel.engine=single", ("parallel.engine: single runs only one rank", "use ddp")),
     ],
 )
 def test_what_node_0_refuses_is_told_on_every_node(
@@ -54,7 +54,7 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
             (1, ("--rendezvous", "203.0.113.1:1"), "--rendezvous: host1 has no route"),
             (1, ("--launcher", "accelerate"), "--launcher: accelerate"),
             (1, ("--elastic", "--max-restarts", "1"), "--elastic: "),
-            (1, ("--allow-code",), "--allow-code: own code is supported on one node only"),
+            (1, ("--allow-code",), "--allow-code: your own code is supported on one node only"),
         ):
             (text,) = ended(cluster.train(shards, tmp_path / "run", options=options, nodes=(node,)), 2, 60)
             assert words in text, text

@@ -159,9 +159,9 @@ def test_predictor_derives_its_figures_from_the_given_rows(tmp_path):
 def test_a_child_process_answers_until_an_error_that_contains_its_name():
     with turns.Child("divides", copy.copy, ({"ready": 1}, divmod)) as child:
         assert child.facts == {"ready": 1}
-        assert child.ask(7, 2) == (3, 1)
+        assert child.measure(7, 2) == (3, 1)
         with pytest.raises(RuntimeError, match="divides: ZeroDivisionError: "):
-            child.ask(1, 0)
+            child.measure(1, 0)
     with (
         pytest.raises(RuntimeError, match="gone: FileNotFoundError: "),
         turns.Child("gone", open, "/no/file"),

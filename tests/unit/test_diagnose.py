@@ -134,7 +134,7 @@ def test_the_fastest_engine_is_named_if_intervals_do_not_overlap() -> None:
     *each, last = diagnose([engine("slow", 5.0, [2.0, 2.1]), fast, middle])
     assert [t.cell for t in each] == ["slow", "fast", "middle"]
     assert (last.cell, last.kind, last.verdict) == ("fast", "fastest", "fastest of 3 engines at N = 4")
-    assert last.evidence == "throughput / throughput of middle: 1.250 [1.188 to 1.313]"
+    assert last.evidence == "throughput relative to middle: 1.250 [1.188 to 1.313]"
     assert last.next == "nothing"
     # engines are compared by time per sequence, so twice the batch in 1.6 times the seconds is faster
     cells = [engine("a", 10.0, [1.6, 1.62], global_batch=16), engine("b", 8.0, [1.0, 1.1])]

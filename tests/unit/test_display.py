@@ -108,7 +108,7 @@ def test_a_bar_names_the_phase_and_moves_between_log_lines(tmp_path: Path, now: 
             (2.0, False, 0, (), "starting"),
             (0.0, False, 0, ("setup",), "setting up"),
             (1.0, False, 0, ("setup", 0, 3), "setting up for 1 s"),
-            (0.5, False, 0, ("compile",), "trying a step"),
+            (0.5, False, 0, ("compile",), "running a trial step"),
             (3.0, True, 0, ("compile",), "compiling"),
             (3.0, True, 0, ("compile",), "compiling for 3 s"),
             (0.0, True, 10, ("step", 11), "training step 11 | 10.0 % | loss 7.8000 nats"),
@@ -214,7 +214,7 @@ def test_the_time_left_follows_the_pace_of_the_last_lines() -> None:
 
 def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path) -> None:
     out, display = run_of(tmp_path)
-    note, newest = "some lines are omitted, see logs/rank-0.log", [f"line {n}" for n in range(950, 1000)]
+    note, newest = "some lines are omitted; see logs/rank-0.log", [f"line {n}" for n in range(950, 1000)]
     with display:
         for count in (1000, 1000, 3, 1000):
             append_log(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000 - count, 1000)))

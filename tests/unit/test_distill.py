@@ -79,7 +79,7 @@ def test_any_number_of_ranks_computes_the_same_logits(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The examples are pairs, and the teacher has token types."""
-    monkeypatch.setattr(teacher, "PART", 9)
+    monkeypatch.setattr(teacher, "EXAMPLES_PER_FILE", 9)
     examples = write_examples(tmp_path / "examples", train=40, vocab_size=VOCABULARY)
     middle = rows_of(examples)[0][1]
     edit(examples, "special_tokens", sep=middle)

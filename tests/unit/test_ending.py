@@ -252,7 +252,7 @@ def test_records_of_an_earlier_start_are_not_used(tmp_path: Path, monkeypatch: p
     raised(0)
     ended = processes.run(tmp_path, RankStart(3, ["--resume", "never"]))
     assert ended.failure.log_tail == ["now"]
-    assert ended.failure.headline() == "torchrun: exited with code 3 and no summary"
+    assert ended.failure.headline() == "torchrun: exited with code 3 without a summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20
@@ -291,7 +291,7 @@ def test_a_run_polls_once_more_after_its_end_and_a_failure_names_the_memory_per_
     files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
     start_with(monkeypatch, tmp_path, "-c", f"{RAISE}; {end}")
     ended = processes.run(tmp_path, RankStart(2, []))
-    assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB per rank"
+    assert ended.failure.explanation[0] == "machine memory 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
 def test_the_tool_that_starts_ranks_may_end_long_after_a_worker(

@@ -97,8 +97,8 @@ def test_gpus_are_read_from_nvidia_smi(smi):
     assert len(facts.gpus) == facts.gpus_present == 3
     assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06", None, 81000 / 1024)
     assert facts.gpus[2].memory_gib is None
-    assert facts.rank_memory(1, True) == (81000 / 1024, "free of the 79.6 GiB of GPU 0")
-    assert facts.rank_memory(2, True) == (20.0, "free of the 79.6 GiB of GPU 1"), "the smaller of the two"
+    assert facts.rank_memory(1, True) == (81000 / 1024, "free on GPU 0, which has 79.6 GiB")
+    assert facts.rank_memory(2, True) == (20.0, "free on GPU 1, which has 79.6 GiB"), "the smaller one"
     full = dataclasses.replace(facts, gpus=(dataclasses.replace(facts.gpus[0], free_gib=0.0),))
     assert full.rank_memory(1, True)[0] == 0.0
     unknown = dataclasses.replace(facts, gpus=facts.gpus[2:])
@@ -205,13 +205,13 @@ def test_the_git_commit_and_dirty_flag_are_read(tmp_path):
         ({"disk_free_gib": 4.9}, "warn", "free disk"),
         ({"memory_available_gib": 3.9}, "warn", "memory: 3.9"),
         ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0"),
-        ({"max_processes": 2047}, "warn", "processes: limit 2047"),
+        ({"max_processes": 2047}, "warn", "process limit: 2047"),
         ({"affinity_cores": 1}, "warn", "cores"),
         ({"cpu_quota_cores": 1.5}, "warn", "cores"),
-        ({"numa_cores": {"0": 0, "1": 16}}, "warn", "NUMA nodes: 2, usable 0 cores of node 0"),
+        ({"numa_cores": {"0": 0, "1": 16}}, "warn", "NUMA nodes: 2; usable: 0 cores of node 0"),
         ({"versions": {}}, "fail", "torch is not installed"),
         ({"versions": {"torch": "2.10.9"}}, "fail", "torch 2.10.9"),
-        ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch build: CPU, 2 GPUs"),
+        ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch build: CPU; visible GPUs: 2"),
         ({"gpus": GOOD.gpus[:1], "cuda_visible_devices": "0"}, "warn", "GPUs: 1 of 2"),
         ({"gpus": (), "gpus_present": 0, "cuda_visible_devices": "0"}, "warn", "GPUs: none"),
         ({"gpu_error": "Failed to initialize NVML"}, "fail", "GPU driver: Failed to initialize NVML"),

@@ -137,7 +137,7 @@ def test_a_failing_verb_and_another_broken_pipe_still_exit_with_1() -> None:
         ("os.write(other, b'x')", "error: Broken pipe\n"),
     ):
         script = (
-            "import os, sys; from launcher.cli.app import exit_code\n"
+            "import os, sys; from launcher.cli.exit_code import exit_code\n"
             "reader, other = os.pipe(); os.close(reader)\n"
             + ("" if error else "os.dup2(other, 1)\n")
             + f"sys.exit(exit_code(lambda: {verb}))"

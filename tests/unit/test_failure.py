@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import signal
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ from bert_dp.config import Config, ConfigError, Issue, batch_layout, dump_config
 from bert_dp.cost import memory_estimate_gib
 from bert_dp.files import STARTED_AGAIN
 from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
-from bert_dp.training import process
+from bert_dp.training.process import RunFailed
+from bert_dp.training.rank import record_error
 from launcher.children import describe_exit_code
 from launcher.watch import failure as watch
-from launcher.watch.failure import RankExit, card, explain, first_line, what_fits
+from launcher.watch.failure import RankExit, card, explain, first_line, suggest_micro_batch
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -172,7 +174,7 @@ def test_the_card_shows_the_most_important_lines_first_and_no_control_characters
     lines = card(Failure(rank=3, message="ValueError: \x1b[2Jno", **facts), tmp_path)
     assert lines[0].startswith("failed: rank 3: ValueError: ")
     assert lines[1:4] == ["  at mine.py:7 in f: g()", "  log: rank-3.log", f"  run: {tmp_path}"]
-    assert lines[4:7] == ["  same error: rank 0, 1", "  why: it is so", "  fix: do so"]
+    assert lines[4:7] == ["  same error on ranks: 0, 1", "  why: it is so", "  fix: do so"]
     assert lines[7] == "  memory: rank 3 peaked at 2.00 GiB"
     assert all(line.startswith("  consequence: rank") for line in lines[8:-3])
     assert len(lines[8:-3]) == watch.CONSEQUENCES_SHOWN
@@ -185,11 +187,11 @@ def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: 
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
     monkeypatch.setattr(files, "hide", lambda text, secrets: text)
-    monkeypatch.setattr(process.sys.stderr, "write", lambda text: there.append(path.exists()))
+    monkeypatch.setattr(sys.stderr, "write", lambda text: there.append(path.exists()))
     try:
         json.loads("{")
     except ValueError as problem:
-        process.record_error(2, problem)
+        record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
     # the error is raised in the standard library but attributed to the line of this test
@@ -202,12 +204,12 @@ def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: 
 def test_bad_input_is_recorded_and_no_error_contains_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process.record_error(0, ConfigError([Issue(**WRONG)]))
+    record_error(0, ConfigError([Issue(**WRONG)]))
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = cause_of(tmp_path)
     assert (failure.kind, failure.issues) == ("bad_input", [WRONG])
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
-    process.record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
+    record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
     for text in ((tmp_path / "rank-1.error.json").read_text(), capsys.readouterr().err):
         assert ("login with" in text, "q7Zx-81kkd-Pw04ff" in text) == (True, False)
 
@@ -221,7 +223,7 @@ def test_own_code_excludes_python_and_installed_packages() -> None:
 
 
 def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
-    process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
+    record_error(0, RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.kind == "not_finite", "the kind must not depend on the message"
@@ -239,7 +241,7 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
 )
 def test_a_full_disk_is_named(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
-    failure = watch.of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
+    failure = watch.add_disk_error(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: cannot write to {tmp_path}"
     causes = {failure.headline(), *failure.explanation}
     assert failure.headline() == (refused if kind == "no_cause" else before.headline())
@@ -280,7 +282,7 @@ def applied(base: Config, fix: str) -> Config:
 @pytest.mark.parametrize("capacity", [4.0, 6.0, 10.0])
 def test_the_advised_micro_batch_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
     base = config()
-    estimate, fix = what_fits(base, "bf16", world, capacity, on_gpu=True)
+    estimate, fix = suggest_micro_batch(base, "bf16", world, capacity, on_gpu=True)
     assert f"{size(base, world):.2f} GiB at micro batch 128; available: {capacity:.2f} GiB" in estimate
     changed = applied(base, fix)
     assert batch_layout(changed, world).global_size == base.batch.global_size
@@ -295,14 +297,14 @@ def test_the_advised_micro_batch_fits_divides_and_keeps_the_global_batch(world: 
 def test_a_smaller_micro_batch_is_advised_even_if_the_estimate_fits() -> None:
     base = config("batch.micro_size=8")
     for times, fits in ((1000.0, True), (1.05, True), (0.95, False)):
-        estimate, fix = what_fits(base, "bf16", 1, times * size(base, 1), on_gpu=True)
+        estimate, fix = suggest_micro_batch(base, "bf16", 1, times * size(base, 1), on_gpu=True)
         assert ("the run used more than the estimate" in estimate) == fits
         assert size(applied(base, fix), 1) <= (1 - watch.SPARE) * size(base, 1)
 
 
 def test_other_settings_are_advised_if_one_sequence_does_not_fit() -> None:
-    _, fix = what_fits(config(), "bf16", 4, 0.1, on_gpu=True)
-    assert fix.startswith("by the estimate, no micro batch fits")
+    _, fix = suggest_micro_batch(config(), "bf16", 4, 0.1, on_gpu=True)
+    assert fix.startswith("by the estimate, no smaller micro batch fits")
     assert "parallel.engine=zero1" in fix
 
 
@@ -344,12 +346,12 @@ def test_host_memory_is_divided_between_the_ranks_of_a_node(run_dir: Path) -> No
     assert explained.memory is NONE
     files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
     whole = explain(raised(HOST), run_dir, 4, NONE, here=2).explanation[0]  # on one of two nodes
-    assert whole == "machine 64.00 GiB / 2 ranks = 32.00 GiB per rank"
+    assert whole == "machine memory 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
 @pytest.mark.parametrize(
     ("oom_kills", "part"),
-    [(2, "because host memory ran out"), (0, "from outside: no"), (None, "or by the kernel")],
+    [(2, "because host memory ran out"), (0, "outside the run: no"), (None, "or by the kernel")],
 )
 def test_kills_by_the_kernel_have_their_own_advice(run_dir: Path, oom_kills: int | None, part: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))

@@ -98,11 +98,11 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "behind a rank that compiles": (
         [snapshot(0, step=0, phase="setup"), snapshot(1, step=0, phase="compile")],
         (0,),
-        "behind the others, which are in compile",
+        "behind the others, which are in phase compile",
     ),
     "behind a rank that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
-    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not schedulable: h"),
-    "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not schedulable: stuck"),
+    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not responding: interpreter"),
+    "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not responding: blocked"),
     "silent ranks ahead of a rank that is heard wait for the full queue of their GPU": (
         [snapshot(0, WORK, step=4), snapshot(1, step=5, unheard_s=29.0), snapshot(2, step=5, unheard_s=29.0)],
         (0,),
@@ -112,7 +112,7 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "the last of several places": (
         [snapshot(0, step=5), snapshot(1, phase="log"), snapshot(2), snapshot(3, phase="log")],
         (2,),
-        "behind the others, which are in step 5 (step, 0 micro batches done)",
+        "behind the others, which are in step 5 (phase step, micro batches done: 0)",
     ),
     "outside the collective": (
         [snapshot(0, GATHER), snapshot(1, WORK), snapshot(2, TICK)],
@@ -121,11 +121,11 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     ),
     "working, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
     "in the backward pass, not the collective": ([snapshot(0, BACKWARD), snapshot(1, GATHER)], (0,), "not"),
-    "no rank: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "no rank stands out"),
-    "no rank: no stacks": ([snapshot(0), snapshot(1)], (), "no rank stands out"),
-    "a lone rank": ([snapshot(0, WORK)], (0,), "makes no progress"),
-    "a late heartbeat": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "no rank stands out"),
-    "heartbeat as old as progress": ([snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)], (), "no rank"),
+    "no rank: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "the cause is unknown"),
+    "no rank: no stacks": ([snapshot(0), snapshot(1)], (), "the cause is unknown"),
+    "a lone rank": ([snapshot(0, WORK)], (0,), "the only rank"),
+    "a late heartbeat": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "the cause is unknown"),
+    "heartbeat with progress": ([snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)], (), "the cause"),
     "waiting for data with an equal number of micro batches done": (
         [snapshot(0, BACKWARD, done=3), snapshot(1, WORK, phase="data", done=3), snapshot(2, done=3)],
         (1,),
@@ -207,9 +207,9 @@ def test_a_rank_is_named_if_only_its_gpu_is_behind() -> None:
     assert compare_collectives({0: ahead, 1: behind}) is None
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
     diagnosis = find_culprit(snapshots)  # takes precedence over the place in the step, where rank 0 is behind
-    reason = "has not started on its GPU all_reduce of [[8]], in which rank 0 waits"
+    reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
-    assert "rank 1 in step 4 (step, 2 micro batches done)" in hangs.report(snapshots, diagnosis)[0]
+    assert "rank 1 in step 4 (phase step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
     assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
@@ -221,12 +221,14 @@ def test_a_report_has_the_stack_of_the_named_rank_and_one_line_for_each_other_ra
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
     snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, deep, step=3), snapshot(2)]
     head, place, *lines = hangs.report(snapshots, find_culprit(snapshots))
-    assert head.startswith("hang: rank 1 in step 3 (step, 0 micro batches done): behind")
+    assert head.startswith("hang: rank 1 in step 3 (phase step, micro batches done: 0): behind")
     assert head.endswith("(no progress for 30 s)")
     assert place == "  rank 1 at /p/mine.py:1 in f"
     assert lines[:-2] == [f"    | /p/mine.py:{line} in f" for line in range(1, 13)]
-    assert lines[-2].startswith("  rank 0 in step 4 (log): waits in all_gather (/p/bert_dp/training/distri")
-    assert lines[-1] == "  rank 2 in step 4 (step, 0 micro batches done)"
+    assert lines[-2].startswith(
+        "  rank 0 in step 4 (phase log): waits in all_gather (/p/bert_dp/training/distri"
+    )
+    assert lines[-1] == "  rank 2 in step 4 (phase step, micro batches done: 0)"
     stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
     head, place, *_ = hangs.report(stopped, find_culprit(stopped))
     assert head.endswith("(no progress for 21 s)")
@@ -346,16 +348,18 @@ def test_a_hang_and_its_end_are_each_reported_once(scene: Scene, tmp_path: Path)
     moved = scene.now
     scene.ranks[0].go("log")
     assert 20 <= scene.quiet(60) <= 30
-    assert "hang: rank 1 in step 5 (step" in scene.reported[0]
+    assert "hang: rank 1 in step 5 (phase step" in scene.reported[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.reported[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
-    assert scene.reported[-1].startswith("  the run is ended in 600 s")
+    assert scene.reported[-1].startswith("  bert-dp ends the run in 600 s")
     count = len(scene.reported)
     scene.quiet(100)
     assert len(scene.reported) == count
     again = scene.now + 1
     scene.train(3)
-    assert scene.reported[count] == f"continues after {again - moved:.0f} s", "since rank 1 progressed"
+    assert scene.reported[count] == f"the run continues after {again - moved:.0f} s without progress", (
+        "counted from the last progress of rank 1"
+    )
     assert len(scene.reported) == count + 1
     assert "continues after" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
@@ -409,7 +413,7 @@ def test_a_limit_of_zero_never_ends_a_run_and_a_lone_rank_is_watched(tmp_path: P
     scene.train(5)
     assert scene.quiet(60) is not None
     assert "rank 0" in scene.reported[0]
-    assert scene.reported[-1].startswith("  the run is not ended unless it continues")
+    assert scene.reported[-1].startswith("  bert-dp does not end the run")
     for _ in range(5000):
         scene.look()
     assert scene.ended is None
@@ -448,7 +452,7 @@ def test_a_frozen_rank_is_reported_early_even_if_others_progress(scene: Scene, p
     scene.train(5)
     scene.ranks[1].go(phase)
     assert scene.quiet(60, frozen=1, going=0) <= 30
-    assert "not schedulable" in scene.reported[0]
+    assert "not responding" in scene.reported[0]
     assert "rank 1" in scene.reported[0]
 
 

@@ -148,7 +148,7 @@ def test_a_missing_package_keeps_no_other_service_from_its_records(tmp_path: Pat
     with loggers.Loggers(run_dir, [ABSENT, "tensorboard"], said.append) as sender:
         wait_for(lambda: len(said) == 2, 30)  # at once, not at the end
     assert sorted(said)[0].startswith(f"tensorboard: {run_dir / 'tensorboard'}")
-    unsent = f"warning: nothing more of this run is sent to {ABSENT} (ModuleNotFoundError: "
+    unsent = f"warning: no further records of this run are sent to {ABSENT} (ModuleNotFoundError: "
     assert sorted(said)[1].startswith(unsent)
     assert sender.exit_code == 1
     assert b"summary/final_loss" in events(run_dir)

@@ -84,7 +84,7 @@ def test_the_build_of_a_run_is_that_of_its_shards(place: Path) -> None:
     assert manifest.warnings(built) == manifest.warnings(run)
     other = make_config("data.build.dedup=none", data={"sources": None, "path": str(place)})
     (line,) = [line for line in manifest.warnings(other) if "data.build" in line]
-    assert line == f"data.build.dedup: none has no effect, {place} was built with near"
+    assert line == f"data.build.dedup: none has no effect; {place} was built with near"
     facts = CheckpointFacts(**{**FACTS, "step": 1, "config": built.model_dump(mode="json")})
     assert change_issues(facts, run, "auto") == [], "it goes on by the configuration that it was begun with"
 

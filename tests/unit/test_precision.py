@@ -23,7 +23,7 @@ from launcher.run.train import check_memory
 from launcher.run.trials import trial_precision
 from launcher.scale.grid import Grid, Settings
 from launcher.tune import batch
-from launcher.watch.failure import what_fits, what_to_lower
+from launcher.watch.failure import explain_memory, suggest_micro_batch
 from tests.helpers import make_config, write_files
 from tests.ranks import OneOf
 from tests.states import FACTS
@@ -135,9 +135,9 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         files.write_json(tmp_path / "environment.json", machine.to_json())
-        advised = what_to_lower(tmp_path, 1, "", on_host=True, here=1)[0][-1]
+        advised = explain_memory(tmp_path, 1, "", on_host=True, here=1)[0][-1]
         for name in ("bf16", "fp32"):
-            fits = what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
+            fits = suggest_micro_batch(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
             assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
 
 

@@ -54,7 +54,7 @@ def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytes
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
     whole, _ = answers(run, texts)
-    monkeypatch.setattr(prediction, "HELD", 20)
+    monkeypatch.setattr(prediction, "SORTED_EXAMPLES", 20)
     monkeypatch.setitem(prediction.BATCH_TOKENS, "cpu", 60)
     lines, reports = answers(run, texts)
     assert [line["index"] for line in lines] == list(range(50))
@@ -75,7 +75,7 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     """In pairs each side counts; a file of nothing else is refused, and nothing is written."""
-    monkeypatch.setattr(prediction, "HELD", 2)
+    monkeypatch.setattr(prediction, "SORTED_EXAMPLES", 2)
     config = config_of("quickstart", model=SMALL)
     run = write_run(tmp_path / "run", config if form == "encodings" else finetuned(config, "recipe"))
     known, pair = " ".join(WORDS[:5]), {"text": "a", "text_pair": "b"}
@@ -289,4 +289,4 @@ def test_what_cannot_be_loaded_is_named(run_dir: Path, tmp_path: Path) -> None:
     assert "not a tokenizer.json" in issues_of(bert_dp.load, run_dir)[0]
     (run_dir / "tokenizer.json").unlink()
     (line,) = issues_of(bert_dp.load, run_dir)
-    assert line.endswith(f"copy the tokenizer.json of its shards to {run_dir / 'tokenizer.json'}")
+    assert line.endswith(f"copy the tokenizer.json of the run's shards to {run_dir / 'tokenizer.json'}")

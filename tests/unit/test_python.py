@@ -27,7 +27,7 @@ def test_an_import_loads_nothing_and_train_no_torch() -> None:
     """And public names stay callable after every submodule is imported."""
     code = (
         "import sys, bert_dp\n"
-        "assert set(bert_dp._HOMES) < set(dir(bert_dp))\n"
+        "assert set(bert_dp._MODULES) < set(dir(bert_dp))\n"
         "assert not hasattr(bert_dp, 'nothing')\n"
         "assert not {'torch', 'launcher', 'pydantic'} & set(sys.modules)\n"
         "bert_dp.train, bert_dp.read_run, bert_dp.Run\n"
@@ -38,7 +38,7 @@ def test_an_import_loads_nothing_and_train_no_torch() -> None:
         "for module in pkgutil.walk_packages(bert_dp.__path__, 'bert_dp.'):\n"
         "    if not module.name.endswith('gpu_kernels'):\n"
         "        importlib.import_module(module.name)\n"
-        "assert [name for name in bert_dp._HOMES if not callable(getattr(bert_dp, name))] == []\n"
+        "assert [name for name in bert_dp._MODULES if not callable(getattr(bert_dp, name))] == []\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_bad_input_raises_every_issue_and_writes_nothing(
 
 def test_what_is_asked_for_reaches_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(api, "_follow", lambda words, **_: asked.append(words) or api._Ended(0, []))
+    monkeypatch.setattr(api, "_follow", lambda words, **_: asked.append(words) or api._Outcome(0, []))
     monkeypatch.chdir(tmp_path)
     path = make_run(tmp_path / "run")
     write_files(path, {"checkpoints/step-00000100/state.json": json.dumps({**FACTS, "step": 100})})
@@ -155,11 +155,11 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path
     path = make_run(tmp_path / "run", summary=older)
 
     def end(code: int, summary: dict[str, Any] | None, *said: str, interrupted: bool = False) -> Path:
-        def follow(_: object, **__: object) -> api._Ended:
+        def follow(_: object, **__: object) -> api._Outcome:
             if summary is not None:
                 (path / "summary.json").unlink()
                 write_files(path, {"summary.json": json.dumps(summary)})
-            return api._Ended(code, ["some line", *said], interrupted)
+            return api._Outcome(code, ["some line", *said], interrupted)
 
         monkeypatch.setattr(api, "_follow", follow)
         return path

@@ -13,6 +13,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError
 from bert_dp.config.checks import parse_profile
 from bert_dp.files.models import Failure
+from bert_dp.training.process import HeartbeatWriter
 from launcher import job
 from launcher.run import processes, train
 from launcher.run.processes import RunOutcome
@@ -22,7 +23,7 @@ from tests.e2e.cli import TINY
 from tests.helpers import read_json
 from tests.states import FACTS
 
-UNKNOWN = Failure(message="torchrun: exited with code 1 and no summary")
+UNKNOWN = Failure(message="torchrun: exited with code 1 without a summary")
 RAISED = Failure(rank=1, message="ValueError: no", where="a.py:1")
 LR = {"setting": "optim.lr", "kind": "out_of_range", "message": "no"}
 STOPPED = "SIGTERM: stopped before this run's next checkpoint"
@@ -62,6 +63,18 @@ def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Pat
     found, summary = result(tmp_path, Failure(rank=0, message="RunFailed: step-00000066 could not be saved"))
     assert summary["step"] == 66, "also where lines of metrics.jsonl were lost"
     assert (found.exit_code, summary["exit_code"], found.signal) == (1, 1, signal.SIGTERM)
+
+
+def test_a_run_without_a_summary_counts_the_steps_that_its_ranks_completed(tmp_path: Path) -> None:
+    for rank, (step, phase) in enumerate([(7, "step"), (8, "data"), (0, "setup")]):
+        beat = HeartbeatWriter(files.heartbeat_path(tmp_path, rank))
+        beat.enter(phase, step)
+        beat.close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
+    assert result(tmp_path, RAISED)[1]["step"] == 7
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n')
+    assert result(tmp_path, RAISED)[1]["step"] == 10
 
 
 def test_bad_input_that_only_the_ranks_saw_stands_in_the_summary(tmp_path: Path) -> None:

@@ -99,13 +99,15 @@ def test_a_run_is_complete_with_its_budget_spent(tmp_path: Path) -> None:
 def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run")
     run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")
-    line = f"optim.beta1: the run has {CONFIG.optim.beta1}, now 0.5; undo it or choose another --run-dir"
+    line = (
+        f"optim.beta1: the run has {CONFIG.optim.beta1}, now 0.5; undo the change or choose another --run-dir"
+    )
     for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
         assert data_issues(place, resume, FACTS["data_hash"]) == []
         told = line.replace("--run-dir", "--resume") if resume != "auto" else line
         assert [*map(str, run_dir_issues(place, changed, resume))] == [told]  # known before any data is built
         (issue,) = data_issues(place, resume, "1" * 64)
-        assert "different data (0000000000000000, these are 1111111111111111)" in issue.message
+        assert "different data (hash 0000000000000000, now 1111111111111111)" in issue.message
     assert data_issues(run, "never", "1" * 64) == []
     (issue,) = run_dir_issues(run, CONFIG, "never")
     assert str(issue).startswith(f"--resume never: {run} already contains a run")

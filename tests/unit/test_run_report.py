@@ -44,8 +44,8 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert basis == "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked; ± 95 % over sequences"
     assert rows["Work", "optimizer steps"].endswith("global batch 64 = micro 16 x accumulation 2 x dp 2")
     assert rows["Throughput", "tokens"] == "16.4 k tokens/s | summed over 2 CPU ranks"
-    assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device unknown"
-    assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of wall, part of train"
+    assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device (unknown)"
+    assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of the wall time, part of train"
     assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
     speeds = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
@@ -65,7 +65,11 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
     ("change", "level", "words"),
     [
         ({}, "ok", "held-out loss 6.2500 nats ± 0.0392 (a context-free model: 6.7500 nats)."),
-        ({"heldout_loss": 7.0}, "ok", "6.7500 nats): no better than word frequencies; train longer."),
+        (
+            {"heldout_loss": 7.0},
+            "ok",
+            "6.7500 nats), which is no better than word frequencies; train longer.",
+        ),
         ({"heldout_loss": None}, "ok", "not recorded"),
         ({"unigram_entropy_nats": None}, "ok", "held-out loss 6.2500 nats ± 0.0392."),
         ({"heldout": None}, "ok", "held-out loss 6.2500 nats (a context-free"),
@@ -75,7 +79,11 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
         ({"status": "stopped", "signal": None, "checkpoint": None}, "warn", "by a signal at step 100."),
         ({"heldout": SCORED}, "ok", "step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples."),
         ({"heldout": {**SCORED, "scores": {}}}, "ok", "no score: a logit was not finite on 277 examples."),
-        ({"heldout": {**SCORED, "one_class": ["dev", "test"]}}, "warn", "Every example of dev, test gets"),
+        (
+            {"heldout": {**SCORED, "one_class": ["dev", "test"]}},
+            "warn",
+            "Every example of dev, test is assigned",
+        ),
     ],
 )
 def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
@@ -134,7 +142,7 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
         "metrics.jsonl is torn or empty",
     ]
     assert verdict.notes[-1].endswith(": 10 complete lines read")
-    assert "training loss, last 6.0000 nats" in unfolded(shown(report))
+    assert "last training loss 6.0000 nats" in unfolded(shown(report))
     files.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
     (run / "checkpoints" / "step-00000090").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(make_config("precision=fp32")))
@@ -180,7 +188,7 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
     assert report.next == (exports if ending == "done" else goes_on)
     shown_rows = rows_of(report)
     unknown = {label for (_, label), cells in shown_rows.items() if cells[0].startswith("n/a")}
-    logged = {"training loss, last", "tokens", "tokens per device", "optimizer steps", "samples"}
+    logged = {"last training loss", "tokens", "tokens per device", "optimizer steps", "samples"}
     assert not unknown & {*logged, "peak memory", "checkpoint"}
     assert not any(tile.cells[0].text == "n/a" for tile in report.tiles) or ending == "failed early"
     if ending == "rank killed":

@@ -79,7 +79,7 @@ def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
     assert all(not (x < b and a < y) for a, b in covered for x, y in seen)
     arrows = counts.hidden - len(covered)  # the normaliser drops them, so no token stands for one
     assert counts.words == 150
-    assert counts.silent == arrows > 0
+    assert counts.without_token == arrows > 0
     assert counts.hidden_bytes == sum(len(word.encode()) for word in words) + arrows * len("\u2192".encode())
 
 
@@ -210,7 +210,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def measure(run: Path, texts: Path, **options: Any) -> text_loss.TextLoss:
-    how = {"options": BuildConfig(), "tell": quiet, **options}
+    how = {"options": BuildConfig(), "progress": quiet, **options}
     return text_loss.text_loss(str(run), [str(texts)], **how)
 
 

@@ -169,7 +169,7 @@ def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> N
     assert run_to_end(lambda: None, tmp_path, said.append) == SearchOutcome("complete")
     for error, outcome in ((Stopped(2), ("partial", None, 130)), (TrialsFailed("no"), ("failed", "no", 1))):
         assert run_to_end(lambda error=error: end(error), tmp_path, said.append) == SearchOutcome(*outcome)
-    assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes"]
+    assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes from them"]
 
 
 STUBBORN = """
@@ -209,7 +209,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in said] == ["t: ended from outside or incomplete; restarted"]
+    assert [line.strip() for line in said] == ["t: interrupted or incomplete; restarted"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
@@ -332,7 +332,7 @@ def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials()
     said: list[str] = []
     for at_a_time in (1, 2):
         progress = trials.Progress([5.0, 5.0, 2.0, 4.0], said.append, at_a_time)
-        progress.had(5.0)
-        progress.had(5.0)
+        progress.skip(5.0)
+        progress.skip(5.0)
         progress.ended(2.0, 60.0, "a: ok")
     assert said == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]

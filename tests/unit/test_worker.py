@@ -240,7 +240,7 @@ def test_a_rank_refuses_by_itself_what_the_launcher_refuses(many_ways: Path) -> 
     """Steps and ranks to profile that it does not have, a directory that another run holds, other data."""
     log = (many_ways / "rank-0.log").read_text()
     for line in (
-        "error: --profile: step 3 is beyond this run's 2",
+        "error: --profile: step 3 is after the last step (2)",
         "error: --profile-ranks: no rank 1",
         f"error: --run-dir: {many_ways} is in use by another run",
         "error: data: another",

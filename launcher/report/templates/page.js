@@ -13,7 +13,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const paper = matchMedia("print");
 const figures = JSON.parse(document.getElementById("figures").textContent);
 
-// copy of the drawing, with "soft" and "c3" replaced by the theme's colours
+// returns a copy of the drawing with colour names ("soft", "c3") replaced by the theme's colours
 function coloured(tree, theme) {
   if (Array.isArray(tree)) return tree;
   const copy = {};
@@ -70,7 +70,7 @@ function addSwitch(place) {
   place.parentElement.prepend(label);
 }
 
-// figures in a closed <details> have no size yet and are drawn when it opens
+// figures in a closed <details> have no size yet and are drawn when the user opens it
 function drawAll(places, width) {
   const theme = dark.matches && !paper.matches && !width ? DARK : LIGHT;
   for (const place of places) if (place.offsetParent !== null) draw(place, theme, width);

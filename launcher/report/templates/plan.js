@@ -1,5 +1,5 @@
 "use strict";
-// The calculator of launcher/plan/budget.py on the page's data; functions have the same names there.
+// The calculator of launcher/plan/budget.py for the page's data; its functions have the same names as in budget.py.
 const data = JSON.parse(document.getElementById("plan").textContent);
 
 function nearest(sizes, target) {
@@ -7,7 +7,7 @@ function nearest(sizes, target) {
   return away.indexOf(Math.min(...away));
 }
 
-// value at x, interpolated in log-log space between points i and i + 1
+// returns the value at x, interpolated in log-log space between points i and i + 1
 function interpolate(x, xs, ys, i) {
   const share = Math.log(x / xs[i]) / Math.log(xs[i + 1] / xs[i]);
   return ys[i] * Math.pow(ys[i + 1] / ys[i], share);
@@ -30,7 +30,7 @@ const bestLoss = (law, flops) => {
   return loss(law, n, flops / law.flops / n);
 };
 
-// value of the law with its 95 % interval, as Frontier.estimate computes it
+// returns the value of the law with its 95 % interval, as Frontier.estimate computes it
 function estimate(value) {
   const middle = value(data.law), all = data.draws.map(value), each = data.left_out.map(value);
   const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
@@ -41,7 +41,7 @@ function estimate(value) {
   return [middle, middle - half, middle + half];
 }
 
-// state: unit, amount, gpu, count, price, ratio -> the answer, or the budget's bound if no size fits
+// returns the answer for a state (unit, amount, gpu, count, price, ratio), or the budget's bound if no size fits
 function plan(state) {
   const device = data.devices[state.gpu], rates = device.rates[state.count], sizes = data.sizes.slice(0, rates.length);
   const perHour = {
@@ -87,7 +87,7 @@ function curve(points) {
 
 function show() {
   const state = read(), answer = plan(state), rows = [];
-  if (answer.bound !== undefined) rows.push(["no size fits", `the bound is ${three(answer.bound)} ${state.unit}`]);
+  if (answer.bound !== undefined) rows.push(["no size fits", `the nearest possible budget is ${three(answer.bound)} ${state.unit}`]);
   else {
     const between = (v, text) => `${text(v[0])} (${text(v[1])} to ${text(v[2])})`;
     rows.push(["parameters", answer.sizes ? between(answer.sizes, short) : short(answer.parameters)]);
