@@ -1,4 +1,4 @@
-"""Loss spikes and rows of skipped steps: when they are seen, when not."""
+"""Test the detection of loss spikes and of consecutive skipped steps."""
 
 import dataclasses
 from pathlib import Path
@@ -34,18 +34,18 @@ def noise(count: int, mean: float = 2.0, deviation: float = 0.1) -> list[float]:
         (2.59, 128, False),  # mean 2.0, deviation 0.1
         (2.61, 128, True),
         (1.0, 128, False),
-        (1e9, 15, False),  # not enough to compare with
+        (1e9, 15, False),  # too few recent losses for a comparison
         (1e9, 16, True),
         (float("nan"), 128, False),
         (float("inf"), 128, False),
     ],
 )
-def test_a_spike_is_above_mean_and_six_deviations(loss: float, recent: int, spike: bool) -> None:
+def test_a_spike_is_more_than_six_deviations_above_the_mean(loss: float, recent: int, spike: bool) -> None:
     assert metrics.is_spike(loss, noise(recent)) == spike
 
 
 def test_a_falling_loss_has_no_spikes() -> None:
-    """The start of training: ten nats down to three, with noise."""
+    """The loss falls from ten nats to three with noise, as at the start of training."""
     losses = list(3.0 + 7.0 * np.exp(-np.arange(400) / 40) + np.array(noise(400, 0.0, 0.1)))
     assert not any(metrics.is_spike(x, losses[max(0, i - 128) : i]) for i, x in enumerate(losses))
 
@@ -54,7 +54,7 @@ def test_a_falling_loss_has_no_spikes() -> None:
     ("precision", "row", "limit"),
     [("fp32", 1, 1), ("fp32", 5, 5), ("bf16", 3, 3), ("fp16", 21, 5), ("fp16", 17, 1)],
 )
-def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
+def test_a_run_stops_at_the_limit_of_consecutive_skipped_steps(precision: str, row: int, limit: int) -> None:
     settings = make_config(run={"max_skipped_in_a_row": limit}, log={"every_steps": 7})
     assert metrics.too_many_skipped(settings, precision, row - 1, 40, 2e-4) is None
     cause = metrics.too_many_skipped(settings, precision, row, 40, 2e-4)
@@ -64,19 +64,19 @@ def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
 
 
 @pytest.mark.parametrize(("skipped", "step", "failed"), [(0, 0, False), (3, 4, False), (4, 4, True)])
-def test_a_run_that_skipped_every_step_is_not_done(skipped: int, step: int, failed: bool) -> None:
+def test_a_run_that_skipped_every_step_fails(skipped: int, step: int, failed: bool) -> None:
     assert (metrics.nothing_learned(make_config(), "bf16", skipped, step) is not None) == failed
 
 
 @pytest.mark.parametrize(
     ("steps", "rows"),
     [
-        ("..x..|.....", [0, 0]),  # the run has gone on
-        (".xx|xxx|xx.|..", [2, 5, 0, 0]),  # a row goes on over a line
+        ("..x..|.....", [0, 0]),  # a later step resets the count
+        (".xx|xxx|xx.|..", [2, 5, 0, 0]),  # the count continues across a log line
         ("xx.|.x", [0, 1]),
     ],
 )
-def test_the_row_of_skips_up_to_each_line_is_known(steps: str, rows: list[int]) -> None:
+def test_consecutive_skipped_steps_are_counted_up_to_each_log_line(steps: str, rows: list[int]) -> None:
     comm, found = HostCollectives(ALONE, None), []
     meter = Meter(comm, CPU, LAYOUT, tokens_per_sample=4, flops_per_token=1.0, peak_flops=None)
     for part in steps.split("|"):
@@ -92,7 +92,7 @@ def test_a_loss_spike_is_counted(tmp_path: Path, shards: Path, capsys: pytest.Ca
     settings = tiny_run(shards, batch={"global_size": 2, "micro_size": 2})
     state = TrainState(global_batch=2)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]
-    with lone_trainer(settings, tmp_path) as trainer, gc_paused():  # each line collects garbage
+    with lone_trainer(settings, tmp_path) as trainer, gc_paused():  # because each log line collects garbage
         clock = SharedClock(trainer.comm)
         for step, loss in enumerate(losses, 1):
             state.step, state.samples = step, 2 * step
@@ -104,14 +104,14 @@ def test_a_loss_spike_is_counted(tmp_path: Path, shards: Path, capsys: pytest.Ca
     for text in ("warning: loss spike at step 141", "20.0000", f"{np.mean(losses[12:140]):.4f}"):
         assert text in line
     assert len(state.recent_losses) == 128
-    assert state.recent_losses == pytest.approx(losses[-129:-1])  # the NaN is not among them
-    going_on = TrainState.from_checkpoint(CheckpointFacts.model_validate(FACTS | state.saved()))
-    assert (going_on.loss_spikes, going_on.recent_losses) == (1, state.recent_losses)
-    assert going_on.logged_step == going_on.step == state.step
+    assert state.recent_losses == pytest.approx(losses[-129:-1])  # the NaN is excluded
+    resumed = TrainState.from_checkpoint(CheckpointFacts.model_validate(FACTS | state.saved()))
+    assert (resumed.loss_spikes, resumed.recent_losses) == (1, state.recent_losses)
+    assert resumed.logged_step == resumed.step == state.step
     assert logged(tmp_path, "epoch") == [2 * step // 96 for step in range(1, len(losses) + 1)]
 
 
-def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shards: Path) -> None:
+def test_a_rank_other_than_0_writes_only_its_own_step_times(tmp_path: Path, shards: Path) -> None:
     settings = tiny_run(shards, batch={"global_size": 2, "micro_size": 2}, log={"step_times": True})
     with lone_trainer(settings, tmp_path) as lone:
         (tmp_path / "steps").mkdir()
@@ -125,8 +125,8 @@ def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shar
     assert (line["step"], len(line["step_s"]), line["ddp_exposed_s"]) == (1, 1, None)
 
 
-def test_the_first_cause_is_the_one_that_ends_a_run() -> None:
+def test_the_first_abort_reason_is_kept() -> None:
     state = TrainState()
-    for cause, kind in ((None, "error"), ("no room", "disk"), ("hung", "hang")):
+    for cause, kind in ((None, "error"), ("disk full", "disk"), ("hung", "hang")):
         state.request_abort(cause, kind)  # type: ignore[arg-type]
-    assert (state.abort_reason.message, state.abort_reason.kind) == ("no room", "disk")
+    assert (state.abort_reason.message, state.abort_reason.kind) == ("disk full", "disk")

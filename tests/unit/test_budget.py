@@ -1,4 +1,4 @@
-"""Hours, dollars and energy into sizes and tokens: the solver on published figures, plans of our models."""
+"""Test how a budget becomes a model size and a number of tokens, with published figures as reference."""
 
 import functools
 import itertools
@@ -14,9 +14,9 @@ from launcher.plan.frontier import CompletedRun, Frontier, LossLaw
 from launcher.plan.gpu_speed import Rate, gpu_rate, measured_rate
 from tests.helpers import raised_issues
 
-# The demo of 2020 "How Big Should My Language Model Be": best size over compute / 86400, and speed
+# From the demo "How Big Should My Language Model Be" (2020): best size by compute / 86400, and GPU speed
 D, E, F = 4.04827974e-2, 0.721157332, -4.54598480e4
-GPUS = {  # k, width, log batch, depth, batch
+GPUS = {  # factor, exponents of width and log batch size, depth offset, batch size
     "V100": (2.21527743e7, 1.66015023, 1.32808220, 5.91503856, 64),
     "P100": (6.01863899e7, 1.46733667, 1.03031298, 5.38021875, 64),
     "K80": (2.58592374e7, 1.44360777, 0.750695980, 6.25951436, 16),
@@ -24,7 +24,7 @@ GPUS = {  # k, width, log batch, depth, batch
 
 
 def demo_width(gpu: str, hours: float) -> float:
-    """Width of the size that is the best one for so many hours."""
+    """Return the width of the best model for a budget of `hours`."""
     k, a, c, b, batch = GPUS[gpu]
 
     def hours_of(width: float) -> float:
@@ -36,22 +36,22 @@ def demo_width(gpu: str, hours: float) -> float:
     return solve_above_tip(widths, [hours_of(width) for width in widths], hours)
 
 
-def test_the_demos_answers() -> None:
+def test_the_solver_reproduces_the_answers_of_the_demo() -> None:
     widths = {("V100", 1): 240.5, ("V100", 3.23): 478.6, ("V100", 24): 1305.8, ("P100", 24): 932.5}
     assert {answer: demo_width(*answer) for answer in widths} == pytest.approx(widths, rel=0.005)
 
 
 @pytest.mark.parametrize(("gpu", "least"), [("V100", 0.489), ("P100", 0.623), ("K80", 3.685)])
-def test_a_budget_below_the_tipping_width_is_refused_with_the_least_hours(gpu, least) -> None:
+def test_a_budget_below_the_tipping_width_is_refused_with_the_minimum_hours(gpu, least) -> None:
     for hours in (0.01, 0.99 * least):
         with pytest.raises(ValueError, match=r"\d") as refused:
             demo_width(gpu, hours)
         assert refused.value.args[0] == pytest.approx(least, rel=0.005)
 
 
-def test_units_of_a_budget_agree() -> None:
+def test_the_units_of_a_budget_agree() -> None:
     costs = Costs(1, price=2.005, watts=119.35)  # the demo's V100
-    assert 12 * costs.per_hour["kwh"] == pytest.approx(1.43, abs=0.005)  # the demo's first figure was 5,432
+    assert 12 * costs.per_hour["kwh"] == pytest.approx(1.43, abs=0.005)  # the demo first showed 5,432
     for hours, unit in itertools.product((0.5, 3.23, 24.0), ("dollars", "kwh")):
         assert costs.hours(unit, hours * costs.per_hour[unit]) == pytest.approx(hours, rel=1e-9)
     for unit, option in (("dollars", "--price"), ("kwh", "--watts")):
@@ -68,7 +68,7 @@ h100_rate = functools.partial(gpu_rate, gpu=H100, gpus=1, precision="bf16")
 
 
 @functools.cache
-def own_fit() -> Frontier:
+def fitted_frontier() -> Frontier:
     runs = []
     for flops, share in itertools.product((1e17, 3e17, 1e18, 3e18), (0.2, 0.4, 0.7, 1.0, 1.4, 2.5, 5.0)):
         parameters = LAW.best_parameters(flops) * share
@@ -77,8 +77,8 @@ def own_fit() -> Frontier:
     return loss_fit.fit(runs, draws=3)
 
 
-def test_a_plan_by_an_own_frontier_spends_the_budget_at_the_best_size() -> None:
-    plan = make_plan(BudgetOptions(dollars=50.0), BASE, Costs(1, price=2.5), h100_rate, own_fit())
+def test_a_plan_with_a_fitted_frontier_spends_the_budget_at_the_best_size() -> None:
+    plan = make_plan(BudgetOptions(dollars=50.0), BASE, Costs(1, price=2.5), h100_rate, fitted_frontier())
     assert plan.hours == 20.0
     best = plan.figures["best parameters"]
     assert best.value == pytest.approx(LAW.best_parameters(plan.figures["compute"].value), rel=0.02)
@@ -92,7 +92,7 @@ def test_a_plan_by_an_own_frontier_spends_the_budget_at_the_best_size() -> None:
     assert half.loss.value - deep.loss.value < 0.05, "the optimum is flat"
 
 
-def test_without_a_frontier_published_answers_stand_side_by_side() -> None:
+def test_without_a_frontier_every_published_answer_is_listed() -> None:
     plan = make_plan(BudgetOptions(hours=24.0), BASE, Costs(1), h100_rate)
     assert not plan.is_chosen
     assert len(plan.models) == len(budget.PUBLISHED)
@@ -103,7 +103,7 @@ def test_without_a_frontier_published_answers_stand_side_by_side() -> None:
     assert plan.warnings
 
 
-def test_a_ratio_of_tokens_to_parameters_that_was_given() -> None:
+def test_a_given_ratio_of_tokens_to_parameters_is_used() -> None:
     options = BudgetOptions(hours=24.0, tokens_available=1e9, tokens_per_parameter=200.0)
     plan = make_plan(options, BASE, Costs(1), h100_rate)
     assert plan.models[0].tokens.value / plan.models[0].parameters == pytest.approx(200, rel=0.3)
@@ -111,7 +111,7 @@ def test_a_ratio_of_tokens_to_parameters_that_was_given() -> None:
     assert len(plan.warnings) == 1
 
 
-def test_costs_stand_beside_with_their_origin_and_null_where_unknown() -> None:
+def test_costs_have_an_origin_and_are_null_where_unknown() -> None:
     costs = Costs(4, 2.0, 500.0, 1.2, 481.0, {"dollars": ("published", "a list")})
     options = BudgetOptions(hours=10.0, keep_model=True)
     plan = make_plan(options, BASE, costs, h100_rate)
@@ -143,7 +143,7 @@ def test_a_small_budget_is_flagged() -> None:
     assert any("below 2.2 PFLOP" in warning for warning in plan.warnings)
 
 
-def test_measured_rates_are_interpolated_in_logarithms() -> None:
+def test_measured_rates_are_interpolated_on_logarithmic_scales() -> None:
     rates = {1e6: 8000.0, 4e6: 4000.0, 16e6: 2000.0, 64e6: 1000.0}
     between = measured_rate(2e6, rates, "here")
     assert between.tokens_per_s == pytest.approx(8000 / math.sqrt(2))
@@ -153,6 +153,6 @@ def test_measured_rates_are_interpolated_in_logarithms() -> None:
     assert beyond.factor > between.factor
 
 
-def test_several_gpus_are_slower_each_than_one() -> None:
+def test_each_of_several_gpus_is_slower_than_a_single_one() -> None:
     one, eight = (gpu_rate(BASE, H100, count, "bf16").tokens_per_s for count in (1, 8))
     assert 0.7 * 8 * one < eight < 8 * one

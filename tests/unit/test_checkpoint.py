@@ -1,4 +1,4 @@
-"""Checkpoints: bit-equal there and back, atomic saves, what is wrong is named, nothing executed."""
+"""Test checkpoints: exact round trips, atomic saves, and a named problem for every damaged file."""
 
 import errno
 import json
@@ -55,7 +55,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
-    """With the tokenizer of the run, which is verified too."""
+    """The checkpoint includes the tokenizer of the run, which is verified too."""
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     path = save(tmp_path / "checkpoints", 100)
     assert path.name == "step-00000100"
@@ -74,16 +74,15 @@ def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     assert "tokenizer.json: SHA-256 differs" in str(checkpoint.check(path))
 
 
-def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
-    """By number, not by name."""
+def test_newest_checkpoints_by_step_number_are_kept_and_listed_first(tmp_path: Path) -> None:
     for step in (1, 2, 99_999_999, 100_000_000):
         save(tmp_path, step, keep=2)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-100000000", "step-99999999"]
     assert names(tmp_path) == {"step-100000000", "step-99999999"}
 
 
-def test_foreign_names_stay_and_left_overs_of_interrupted_saves_go(tmp_path: Path) -> None:
-    """Neither is listed as a checkpoint."""
+def test_a_save_keeps_foreign_names_and_deletes_leftovers_of_interrupted_saves(tmp_path: Path) -> None:
+    """Neither kind is listed as a checkpoint."""
     for name in ("step-7", "best", "step-00000005.tmp-0123abcd"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
@@ -101,7 +100,7 @@ def fail(*_: object) -> None:
 @pytest.mark.parametrize(
     ("place", "name"), [(checkpoint, "sha256"), (checkpoint, "_fsync"), (Path, "rename")]
 )
-def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
+def test_a_failed_save_leaves_only_the_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
     save(tmp_path, 1)
@@ -113,14 +112,14 @@ def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
     assert names(tmp_path) == {"step-00000001"}
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = checkpoint.save_checkpoint(tmp_path, 1, make_state(5), FACTS, 9)
     assert bits(flat(checkpoint.load(path)[0])) == bits(flat(make_state(5)))
     assert names(tmp_path) == {"step-00000001"}
 
 
-def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) -> None:
+def test_abandoned_checkpoints_are_deleted_once_the_run_reaches_their_step_again(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     checkpoint.set_aside_after(tmp_path, 1)
@@ -132,8 +131,8 @@ def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, {5}), (2, {5, 3}), (3, {5, 4, 3}), (4, {5, 4, 3, 2})])
-def test_a_broken_one_pushes_no_good_one_out(tmp_path: Path, keep: int, left: set[int]) -> None:
-    """4 is broken: with keep = 2 the two good ones are 5 and 3, so 3 stays; 4 stays as one of the newest."""
+def test_a_broken_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, keep: int, left: set[int]) -> None:
+    """Step 4 is broken. With keep = 2, the valid steps 5 and 3 stay, and step 4 as one of the newest."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     flip(tmp_path / "step-00000004")
@@ -145,7 +144,7 @@ def test_a_broken_one_pushes_no_good_one_out(tmp_path: Path, keep: int, left: se
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_value_that_is_not_finite_is_found_by_name(part: str, bad: float, dtype: torch.dtype) -> None:
+def test_a_tensor_with_a_value_that_is_not_finite_is_named(part: str, bad: float, dtype: torch.dtype) -> None:
     state: State = {
         "model": {"a": torch.randn(3, 70).to(dtype), "count": torch.tensor(3), "none": torch.empty(0)},
         "optimizer": {
@@ -160,7 +159,7 @@ def test_a_value_that_is_not_finite_is_found_by_name(part: str, bad: float, dtyp
     assert checkpoint.first_not_finite(state) == name
 
 
-# --- what is wrong is said
+# --- damage
 
 
 def truncate(path: Path) -> None:
@@ -176,14 +175,14 @@ def flip(path: Path) -> None:
 
 
 def name_in_manifest(path: Path, name: str, entry: Any) -> None:
-    """`entry` for a file of a checkpoint; None: it is not named."""
+    """Set the manifest's entry of a file, or remove the entry if it is None."""
     manifest = read_json(path / "manifest.json")
     manifest["files"] = {k: v for k, v in {**manifest["files"], name: entry}.items() if v is not None}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def points_outside(path: Path) -> None:
-    """At a file that verifies."""
+    """List a file outside the checkpoint with its correct size and hash."""
     secret = path.parent.parent / "secret"
     secret.write_bytes(b"outside")
     name_in_manifest(path, "../../secret", {"bytes": 7, "sha256": checkpoint.sha256(secret)})
@@ -199,16 +198,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "model.safetensors: .* bytes, but the manifest lists"),
     "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
     "missing file": (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
-    "a number for a file": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
-    "lacks a file": (lambda p: name_in_manifest(p, "model.safetensors", None), "list model.safetensors"),
-    "outside": (points_outside, "secret"),
+    "entry is a number": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
+    "missing entry": (lambda p: name_in_manifest(p, "model.safetensors", None), "list model.safetensors"),
+    "file outside": (points_outside, "secret"),
     "a pipe": (a_pipe, "state.json: not a regular file"),
     "newer version": (lambda p: (p / "manifest.json").write_text('{"version": 2, "files": {}}'), "version 2"),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_a_broken_newest_is_passed_over_and_named(
+def test_a_broken_newest_checkpoint_is_skipped_and_named(
     tmp_path: Path, damage: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
@@ -228,14 +227,14 @@ def test_a_broken_newest_is_passed_over_and_named(
     assert list(map(str, caught.value.issues[1:])) == [problem]
 
 
-def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
+def test_resolve_accepts_a_checkpoint_a_run_directory_and_its_checkpoints_directory(tmp_path: Path) -> None:
     run = tmp_path / "run"
     old, new = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
     for source, resolved in ((old, old), (run, new), (run / "checkpoints", new)):
         assert checkpoint.resolve(str(source)) == resolved
     flip(new)
     with pytest.raises(ConfigError, match="SHA-256 differs"):
-        checkpoint.resolve(str(new))  # named itself: no other one is taken
+        checkpoint.resolve(str(new))  # named explicitly, so no other checkpoint replaces it
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     for source in (tmp_path / "file", tmp_path / "empty", tmp_path / "none", tmp_path / "a" / "b"):
@@ -245,11 +244,11 @@ def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
         assert caught.value.issues[0].message == message
 
 
-# --- what was written by hand
+# --- edited checkpoints
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Exchange a file of a checkpoint and make the manifest right: what one who knows the format can do."""
+    """Replace a file of a checkpoint and correct the manifest, as anyone who knows the format can."""
     (path / name).write_bytes(data)
     name_in_manifest(path, name, {"bytes": len(data), "sha256": checkpoint.sha256(path / name)})
 
@@ -267,7 +266,7 @@ BAD_FACTS: list[tuple[str, Any]] = [
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: json.dumps(text).encode()))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_in_place_of_its_json_are_one_printable_line(tmp_path: Path, data: bytes) -> None:
+def test_any_bytes_in_a_json_file_give_one_printable_line(tmp_path: Path, data: bytes) -> None:
     path = checkpoint.path_of(tmp_path, 1)
     if not path.exists():
         save(tmp_path, 1)
@@ -284,19 +283,19 @@ def test_any_bytes_in_place_of_its_json_are_one_printable_line(tmp_path: Path, d
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_FACTS)
-def test_a_fact_that_is_missing_or_of_another_type_is_named(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_missing_or_mistyped_field_is_named(tmp_path: Path, key: str, value: Any) -> None:
     path = save(tmp_path, 1)
     facts = {k: v for k, v in {**read_json(path / "state.json"), key: value}.items() if v is not None}
     rewrite(path, "state.json", json.dumps(facts).encode())
-    assert checkpoint.check(path) is None  # its hash is right: only its content can stop it
+    assert checkpoint.check(path) is None  # the hash is correct, so only the content can be refused
     with pytest.raises(ConfigError, match=rf"state\.json: {key}") as caught:
         checkpoint.load(path)
     assert str(caught.value).isprintable()
     assert files.newest_checkpoint_facts(path) is None
 
 
-def test_an_empty_optimizer_after_steps_is_an_error_and_none_before(tmp_path: Path) -> None:
-    """Else the moments would begin anew, and nobody would be told."""
+def test_an_empty_optimizer_state_is_refused_only_after_steps(tmp_path: Path) -> None:
+    """Otherwise the moments would start from zero without a warning."""
     bare: State = {**make_state(), "optimizer": {}}
     state, _ = checkpoint.load(checkpoint.save_checkpoint(tmp_path, 0, bare, FACTS, 9))
     assert state["optimizer"] == {}
@@ -331,7 +330,7 @@ TENSORS: list[tuple[str, str, torch.Tensor | None, str]] = [
 
 
 @pytest.mark.parametrize(("part", "name", "tensor", "message"), TENSORS)
-def test_foreign_tensors_are_refused_by_name(
+def test_tensors_that_do_not_match_the_model_are_refused_by_name(
     tmp_path: Path, part: str, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:
     state = two_state()
@@ -346,22 +345,22 @@ def test_foreign_tensors_are_refused_by_name(
     assert str(issue).isprintable()
 
 
-# --- what is on the disk, and when
+# --- order of writes
 
 
 def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power cut a name without its content is what a missing fsync leaves; no test can cut power, so
-    the order of the calls is looked at. `whole`: as large as in the end, so nothing is written after it."""
+    """Without fsync, a power cut can leave a file name without its content. The test checks the order of
+    calls, and that each file already has its final size when it is synced."""
     folder = tmp_path / "run" / "checkpoints"
     save(folder, 1)
     calls: list[tuple[str, str, int]] = []
     fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recorded(descriptor: int) -> None:
         fsync(descriptor)
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded)
     for name in ("rename", "replace"):
         plain = getattr(os, name)
 

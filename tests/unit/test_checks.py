@@ -1,4 +1,4 @@
-"""What is said before anything starts, word for word: batch, engines, data, idle settings, resuming."""
+"""Test the checks before a run: batch sizes, engines, data, settings without effect, and resuming."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.shards import write_shards
 
 
 def named_in(line: str, before: str) -> list[int]:
-    """The numbers that a line proposes."""
+    """Return the numbers that a line proposes after the words `before`."""
     numbers = re.findall(r"\d+", line.partition(before)[2].partition("(")[0])
     assert numbers
     return [int(number) for number in numbers]
@@ -27,7 +27,7 @@ def named_in(line: str, before: str) -> list[int]:
 
 
 @given(global_size=st.integers(1, 4096), micro=st.integers(1, 64), ranks=st.integers(1, 16))
-def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro: int, ranks: int) -> None:
+def test_batch_layout_is_exact_or_proposes_exact_batches(global_size: int, micro: int, ranks: int) -> None:
     config = make_config(batch={"global_size": global_size, "micro_size": micro})
     per_pass = micro * ranks
     if global_size % per_pass == 0:
@@ -50,7 +50,7 @@ def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro
     ranks=st.integers(1, 6),
     quantum=st.integers(1, 400),
 )
-def test_ramp_quantum_must_be_whole_micro_batches(
+def test_ramp_quantum_must_be_a_whole_number_of_micro_batches(
     accumulation: int, micro: int, ranks: int, quantum: int
 ) -> None:
     global_size = accumulation * micro * ranks
@@ -80,7 +80,7 @@ def ramp(quantum: int | None, fraction: float = 0.6, size: int = 8192) -> BatchC
 
 @pytest.mark.parametrize(
     ("batch", "sizes"),
-    [  # progress -> sequences; the first is the recipe's
+    [  # sequences by progress; the first case is the recipe's
         (ramp(512), {0.0: 512, 0.1: 1536, 0.3: 4608, 0.5624: 7680, 0.5626: 8192, 0.57: 8192, 1.0: 8192}),
         (ramp(None, 0.0), {0.0: 8192, 0.5: 8192, 1.0: 8192}),
         (ramp(4, 0.0, 16), {0.0: 16, 1.0: 16}),
@@ -94,16 +94,16 @@ def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, i
 @pytest.mark.parametrize(
     ("budget", "progress"), [("steps=8", 0.25), ("tokens=4096", 0.3125), ("hours=0.5", 0.2), ("steps=1", 1.0)]
 )
-def test_progress_is_consumed_over_declared(budget: str, progress: float) -> None:
+def test_progress_is_the_consumed_share_of_the_budget(budget: str, progress: float) -> None:
     config = make_config(f"schedule.{budget}")
     assert progress_at(config, step=2, samples=10, spent=360.0) == pytest.approx(progress)
     assert progress_at(config, step=99, samples=10**6, spent=1e6) == 1.0
 
 
-# --- what an engine cannot do
+# --- unsupported combinations
 
 
-# ranks: settings; setting, kind and other of the issue; changes that each mend it
+# Two lines per case: ranks and settings; then setting, kind and `other` of the issue, and alternative fixes.
 REFUSED = """
 4: parallel.engine=single
     parallel.engine conflict --nproc; fix: parallel.engine=ddp
@@ -161,7 +161,7 @@ REFUSED = """
 
 
 def layout_issues(config: Config, ranks: int) -> list[Issue]:
-    """Issues of `batch_layout` but for a global batch that these ranks do not divide."""
+    """Return the issues of `batch_layout`, except for a global batch that the ranks do not divide."""
     try:
         batch_layout(config, ranks)
     except ConfigError as error:
@@ -178,7 +178,7 @@ def test_unsupported_combinations_are_refused_with_a_fix(row: tuple[str, ...]) -
         assert layout_issues(make_config(*settings, fix), ranks) == [], fix
 
 
-def test_everything_that_cannot_be_is_told_at_once() -> None:
+def test_all_unsupported_combinations_are_reported_at_once() -> None:
     settings = (
         "parallel.engine=deepspeed parallel.tensor=4 model.num_heads=6 model.intermediate_size=10 "
         "model.vocab_size=30 optim.name=muon precision=fp64 batch.global_size=9 batch.micro_size=2"
@@ -206,14 +206,14 @@ def test_everything_that_cannot_be_is_told_at_once() -> None:
         ("log.noise_scale=true batch.micro_size=4 batch.global_size=8", 2),
     ],
 )
-def test_what_an_engine_can_do_is_not_refused(settings: str, ranks: int) -> None:
+def test_supported_combinations_are_accepted(settings: str, ranks: int) -> None:
     assert layout_issues(make_config(*settings.split()), ranks) == []
 
 
 # --- the data
 
 
-def test_shards_that_do_not_fit(tmp_path: Path) -> None:
+def test_shards_that_do_not_match_the_configuration_are_refused(tmp_path: Path) -> None:
     manifest = read_manifest(write_shards(tmp_path, length=32, vocab_size=101, train=4, held_out=1))
     for vocab_size in (101, 102):
         fits = make_config("data.path=/x", "data.sequence_length=32", f"model.vocab_size={vocab_size}")
@@ -225,11 +225,11 @@ def test_shards_that_do_not_fit(tmp_path: Path) -> None:
     ]
 
 
-# --- what has no effect
+# --- settings without effect
 
 
 IDLE = {
-    # settings -> those that change nothing, and the setting that decides it
+    # settings: pairs of a setting without effect and the setting that disables it
     "batch.ramp_quantum=512": "batch.ramp_quantum batch.ramp_fraction",
     "run.init_keeps=moments": "run.init_keeps run.init_from",
     "run.init_keeps=moments run.init_from=/w": "",
@@ -261,19 +261,19 @@ IDLE = {
 
 
 @pytest.mark.parametrize("settings", IDLE)
-def test_what_was_given_and_changes_nothing(settings: str) -> None:
+def test_settings_without_effect_are_named(settings: str) -> None:
     issues = no_effect(make_config(*settings.split()))
     words = IDLE[settings].split()
     assert sorted((i.setting, i.other) for i in issues) == sorted(zip(words[::2], words[1::2], strict=True))
     assert {issue.kind for issue in issues} <= {"no_effect"}
 
 
-def test_marks_name_settings() -> None:
+def test_only_with_marks_name_existing_settings() -> None:
     named = {m.setting for _, _, marks in all_settings() for m in marks if isinstance(m, OnlyWith)}
     assert named <= {path for path, _, _ in all_settings()}
 
 
-def test_which_engine_reads_what() -> None:
+def test_settings_that_an_engine_ignores_have_no_effect() -> None:
     given = {"bucket_mib": 3.0, "reduce_dtype": "bf16", "static_graph": True}
     reads = {"auto": {*given}, "ddp": {*given}, "zero1": {"bucket_mib"}, "accelerate": {"bucket_mib"}}
     for engine in (*ENGINES, "auto"):
@@ -282,7 +282,7 @@ def test_which_engine_reads_what() -> None:
         assert {issue.setting for issue in no_effect(config)} == idle, engine
 
 
-# --- going on, and starting from weights
+# --- resuming, and starting from weights
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_budget_ranks_and_logging_may_change_on_resume(settings: str) -> None:
     assert changed_settings(make_config().model_dump(mode="json"), make_config(*settings.split())) == []
 
 
-def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
+def test_settings_that_may_not_change_on_resume_are_named_with_both_values() -> None:
     old = make_config().model_dump(mode="json")
     changes = {
         "batch.global_size": (8192, 4096),
@@ -323,7 +323,7 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
     assert all(repr(before) in i.message for i, (before, _) in zip(issues, changes.values(), strict=True))
 
 
-def test_a_residual_stream_in_bf16_needs_blocks_in_bf16_also_where_auto_is_decided_later() -> None:
+def test_a_bf16_residual_stream_needs_bf16_blocks_even_if_auto_is_resolved_later() -> None:
     assert residual_issues(make_config("precision=auto"), "fp32") == []
     assert len(residual_issues(make_config("model.residual_dtype=bf16", "precision=auto"), "fp32")) == 1
 
@@ -344,8 +344,8 @@ def test_weights_of_another_model_are_refused() -> None:
     assert unfit(old, *other, "run.init_keeps=moments") == ["optim.name"]
 
 
-def test_a_budget_in_epochs_becomes_whole_sequences_or_of_finetuning_whole_steps() -> None:
-    """The last samples that fill no batch are not trained, but there is one step at least."""
+def test_a_budget_in_epochs_becomes_whole_sequences_or_whole_finetuning_steps() -> None:
+    """Finetuning drops the last incomplete batch of the budget but takes at least one step."""
     for epochs, samples, tokens in ((2.5, 101, 252 * 128), (3.0, 7, 21 * 128), (1e-6, 10, 128)):
         budget = with_budget(make_config(f"schedule.epochs={epochs}"), samples).schedule
         assert (budget.tokens, budget.epochs, budget.steps) == (tokens, None, None)

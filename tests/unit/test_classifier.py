@@ -1,4 +1,4 @@
-"""The classifier against transformers' own, and what its logits must not depend on."""
+"""Test the classifier's logits and dropout, and the data and measurements of the finetuning task."""
 
 import dataclasses
 import math
@@ -64,8 +64,8 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
         torch.testing.assert_close(alone, padded, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_drops_where_its_class_does() -> None:
-    """And nowhere else, nor twice the same. A head that no class has is refused."""
+def test_a_head_applies_dropout_only_where_its_transformers_class_does() -> None:
+    """The masks of two layers differ. A head without a transformers class is refused."""
     with pytest.raises(ConfigError, match=r"finetune\.head: native, but transformers has no class"):
         Classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"))
     places = {"ModernBERT": {"classifier"}, "RobertaPreLayerNorm": {"dense", "classifier"}}
@@ -103,8 +103,8 @@ def task(tmp_path: Any) -> Finetuning:
     return made
 
 
-def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuning) -> None:
-    """37 examples in batches of 8: batches straddle epochs, all are full, nothing is dropped."""
+def test_each_epoch_visits_each_example_once_for_any_micro_batch(task: Finetuning) -> None:
+    """With 37 examples in batches of 8, batches straddle epochs, all are full, and no example is dropped."""
     rows, keys = [], set()
     for start in range(0, 37 * 8, 8):
         halves = [task._training_batch(np.arange(start + m, start + m + 4)) for m in (0, 4)]
@@ -119,16 +119,16 @@ def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuni
         assert all(b.ids_BS.shape[1] % 16 == 0 or b.ids_BS.shape[1] == LENGTH for b in (whole, *halves))
         texts = [tuple(ids[real].tolist()) for ids, real in zip(whole.ids_BS, whole.real_BS, strict=True)]
         rows += zip(whole.sample_ids.tolist(), texts, strict=True)
-    assert len(keys) == 37 * 8, "dropout of its own for each example in each epoch"
+    assert len(keys) == 37 * 8, "every example needs its own dropout seed in each epoch"
     by_sample = dict(rows)
     epochs = [[by_sample[i] for i in range(e * 37, e * 37 + 37)] for e in range(8)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
-    assert epochs[0] != epochs[1], "another order in every epoch"
+    assert epochs[0] != epochs[1], "the order must differ between epochs"
 
 
-def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) -> None:
-    """MNLI has two such sets: one is answered without an error, the other without knowledge. A test set with
-    labels is scored and has no say in the loss."""
+def test_the_held_out_loss_is_the_mean_over_the_examples_of_all_dev_sets(task: Finetuning) -> None:
+    """As in MNLI, there are two dev sets: one with uniform and one with perfect logits. A labelled test set
+    is scored but excluded from the loss."""
     dev = task._splits["dev"]
     assert dev.labels is not None
     few = type(dev)(dev.ids[: dev.offsets[3]], dev.offsets[:4], dev.labels[:3])
@@ -147,7 +147,7 @@ def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) 
     assert (math.isnan(lost["loss"]), set(lost["scores"])) == (True, {"dev_more/accuracy"})
 
 
-def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
+def test_predictions_cover_every_split_with_null_for_unknown_values(
     task: Finetuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = task.build_model(0).eval()
@@ -165,12 +165,12 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
     assert [(line["split"], line["index"]) for line in lines] == places
     assert [line["label"] for line in lines] == labels
     assert {line["logits"][1] for line in lines} == {None}
-    for i, line in enumerate(lines[11:]):  # each its own example's
+    for i, line in enumerate(lines[11:]):  # each line has the logits of its own example
         tokens = torch.from_numpy(task._splits["test"].tokens(i).astype(np.int64))[None]
         with torch.no_grad():
             assert line["logits"][0] == pytest.approx(float(model(tokens)[0, 0]), abs=1e-5)
     again = task.evaluate(model, dataclasses.replace(context, run_dir=tmp_path / "gone"))
     assert again is not None
-    assert again["examples"] == measured["examples"], "a full disk ends no run"
+    assert again["examples"] == measured["examples"], "a write error must not end a run"
     assert "warning: predictions.jsonl could not be written: " in capsys.readouterr().out
     assert task.evaluate(model, dataclasses.replace(context, stopped=lambda: True)) is None

@@ -1,4 +1,4 @@
-"""docs/cluster.md: its files parse, and have no key that their engines do not know."""
+"""Test that the files in docs/cluster.md parse and contain only keys that their tools know."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.e2e.cli import here
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
 # checked against the CRD of Kubeflow Trainer (commit 8c0f5059) and the schemas of SkyPilot 0.14.1, which are
-# too large to keep here
+# too large for this repository
 KNOWN = {
     "TrainJob": """apiVersion kind metadata name spec runtimeRef trainer numNodes image command
         resourcesPerNode requests limits cpu memory nvidia.com/gpu runtimePatches manager template
@@ -43,7 +43,7 @@ def keys(value: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("engine", "manifest"), [("TrainJob", JOB), ("SkyPilot", SKY)])
-def test_a_manifest_has_the_keys_of_its_engine(engine: str, manifest: Any) -> None:
+def test_a_manifest_has_exactly_the_known_keys_of_its_tool(engine: str, manifest: Any) -> None:
     assert keys(manifest) == set(KNOWN[engine].split())
 
 
@@ -70,6 +70,6 @@ def test_the_scripts_and_the_dockerfile_parse() -> None:
         subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
-def test_the_page_and_the_readme_name_the_risk() -> None:
+def test_the_page_and_the_readme_warn_that_traffic_is_not_protected() -> None:
     for text in (PAGE, (ROOT / "README.md").read_text()):
         assert re.search("[Nn]o authentication, no encryption", text)

@@ -1,4 +1,4 @@
-"""Configuration: precedence, strictness, files, and what a user is told when it does not fit."""
+"""Test configurations: precedence, strict parsing, files, and refusals of invalid settings."""
 
 import tempfile
 from collections.abc import Callable
@@ -21,7 +21,7 @@ LEAST = "data: {sources: [builtin]}\nschedule: {steps: 1}\n"
 
 
 def kinds_of(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str]]:
-    """Setting and kind of each issue that this call raises."""
+    """Return the setting and kind of each issue that the call raises."""
     return [(issue.setting, issue.kind) for issue in raised_issues(function, *arguments)]
 
 
@@ -40,7 +40,7 @@ def test_defaults_then_yaml_then_set(tmp_path: Path) -> None:
     assert config.optim.lr == 3e-3  # a.b=value over YAML
     assert config.optim.beta1 == 0.5  # YAML over default
     assert config.optim.beta2 == 0.98  # default
-    assert config.run.seed == 7  # the last of two
+    assert config.run.seed == 7  # the last of two wins
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_defaults_then_yaml_then_set(tmp_path: Path) -> None:
         ("data: {sources: [x]}", "data.path=/b", {"path": "/b"}),
     ],
 )
-def test_a_higher_member_of_a_group_displaces_the_lower_and_nothing_else(
+def test_an_overriding_budget_or_data_source_replaces_only_its_alternative(
     tmp_path: Path, low: str, high: str, kept: dict[str, Any]
 ) -> None:
     path = write(tmp_path, yaml.safe_dump({**BASE, **yaml.safe_load(low)}))
@@ -61,8 +61,8 @@ def test_a_higher_member_of_a_group_displaces_the_lower_and_nothing_else(
     assert section.model_dump(exclude_defaults=True) == kept
 
 
-def test_exactly_one_budget_and_one_source_of_data(tmp_path: Path) -> None:
-    """`schedule.steps=null` takes the budget away; it does not pick another."""
+def test_exactly_one_budget_and_one_data_source_are_required(tmp_path: Path) -> None:
+    """`schedule.steps=null` removes the budget and does not select another one."""
     path = write(tmp_path, "data: {sources: [builtin], path: /a}\nschedule: {steps: 1, hours: 2}\n")
     assert kinds_of(load_config, path) == [("schedule", "conflict"), ("data", "conflict")]
     assert kinds_of(make_config, "schedule.steps=10", "schedule.tokens=4096") == [("schedule", "conflict")]
@@ -84,16 +84,16 @@ def test_exactly_one_budget_and_one_source_of_data(tmp_path: Path) -> None:
         ("optim.lr=0.001", 0.001),
         ("optim.lr=1.5e+2", 150.0),
         ("optim.lr=.5e-1", 0.05),
-        ("optim.clip=1", 1.0),  # a whole number where a float is asked
-        ("batch.global_size=1e2", 100),  # a power of ten where a count is asked
-        ("log.to=wandb", ("wandb",)),  # one of a list
+        ("optim.clip=1", 1.0),  # an integer where a float is expected
+        ("batch.global_size=1e2", 100),  # scientific notation where a count is expected
+        ("log.to=wandb", ("wandb",)),  # a single value where a list is expected
         ("compile=on", "on"),  # words that YAML 1.1 reads as booleans
         ("compile=off", "off"),
         ("compile=auto", "auto"),
         (f"model.vocab_size={MAX_VOCAB_SIZE}", 65_535),
     ],
 )
-def test_a_value_is_read_alike_from_a_file_and_after_set(tmp_path: Path, setting: str, value: Any) -> None:
+def test_a_value_is_parsed_alike_from_a_file_and_from_set(tmp_path: Path, setting: str, value: Any) -> None:
     path, _, text = setting.rpartition("=")
     section, _, name = path.rpartition(".")
     file = write(tmp_path, LEAST + (f"{section}: {{{name}: {text}}}\n" if section else f"{name}: {text}\n"))
@@ -104,12 +104,12 @@ def test_a_value_is_read_alike_from_a_file_and_after_set(tmp_path: Path, setting
 
 
 @pytest.mark.parametrize("text", ["1e", "e5", "1e5x", "abc1e3", "010", "1:30", "yes", "off", "2020-01-01"])
-def test_what_only_looks_like_a_number_stays_text(text: str) -> None:
+def test_text_that_only_resembles_a_number_stays_text(text: str) -> None:
     assert parse_overrides([f"a={text}"]) == {"a": text}
 
 
 @pytest.mark.parametrize("tag", ["python/object/apply:os.system", "python/object/new:subprocess.Popen"])
-def test_python_tags_are_refused_and_nothing_runs(tmp_path: Path, tag: str) -> None:
+def test_python_tags_are_refused_and_not_executed(tmp_path: Path, tag: str) -> None:
     text = f"!!{tag} ['touch {tmp_path}/canary']"
     assert kinds_of(load_config, file := write(tmp_path, f"data: {text}\n")) == [(str(file), "damaged")]
     assert kinds_of(make_config, f"run.seed={text}") == [(f"run.seed={text}", "wrong_type")]
@@ -139,7 +139,7 @@ def test_a_wrong_value_is_refused_with_its_path(path: str) -> None:
         assert line.startswith(f"{path}: ")
 
 
-def test_a_dotted_key_in_yaml_is_its_setting(tmp_path: Path) -> None:
+def test_a_dotted_yaml_key_names_a_nested_setting(tmp_path: Path) -> None:
     text = "optim.lr: 0.25\noptim: {clip: 0.5}\ndata.build.dedup: none\ndata: {sources: [builtin]}\n"
     config = load_config(file := write(tmp_path, text), ["schedule.steps=1"])
     assert (config.optim.lr, config.optim.clip, config.data.build.dedup) == (0.25, 0.5, "none")
@@ -151,7 +151,7 @@ def test_a_dotted_key_in_yaml_is_its_setting(tmp_path: Path) -> None:
     ]
 
 
-def test_every_synonym_leads_to_a_setting() -> None:
+def test_every_synonym_maps_to_a_setting() -> None:
     settings = list(setting_paths())
     assert {name for names in SYNONYMS.values() for name in names} <= set(settings)
     assert not set(SYNONYMS) & {name.rpartition(".")[2] for name in settings}
@@ -175,13 +175,13 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("given", UNKNOWN)
-def test_an_unknown_setting_or_word_is_answered_with_the_nearest(given: str) -> None:
+def test_an_unknown_setting_or_value_is_refused_with_the_nearest_one(given: str) -> None:
     (issue,) = raised_issues(make_config, given)
     assert (issue.kind, issue.hint) == ("unknown", f"did you mean {UNKNOWN[given]}?")
 
 
 REFUSED = [
-    # settings; setting and kind of the one issue
+    # settings, then setting and kind of the only issue
     ("data.sources=[1]", "data.sources.0", "wrong_type"),
     ("data.sources=[]", "", "conflict"),
     ("objective.mask_rate=0.01 data.sequence_length=16", "", "conflict"),
@@ -203,18 +203,18 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "setting", "kind"), REFUSED)
-def test_what_is_refused_names_its_setting(settings: str, setting: str, kind: str) -> None:
+def test_a_refusal_names_its_setting(settings: str, setting: str, kind: str) -> None:
     assert kinds_of(make_config, *settings.split()) == [(setting, kind)]
 
 
-def test_a_time_is_a_number_of_its_unit_or_a_duration() -> None:
+def test_a_time_is_a_duration_or_a_number_in_the_unit_of_its_setting() -> None:
     times = "schedule.hours=1.5d checkpoint.every_minutes=90s run.hang_after_s=2m run.end_hung_after_s=7"
     config = make_config(*times.split())
     assert (config.schedule.hours, config.checkpoint.every_minutes) == (36.0, 1.5)
     assert (config.run.hang_after_s, config.run.end_hung_after_s) == (120.0, 7.0)
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     wrong = ("optim.lr=abc", "model.num_layers=0", "nonsense.key=1", "run.device=gpu")
     settings = sorted(setting for setting, _ in kinds_of(make_config, *wrong))
     assert settings == ["model.num_layers", "nonsense", "optim.lr", "run.device"]
@@ -247,7 +247,7 @@ GROWING = "x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_file_that_is_no_configuration(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_configuration_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
     assert kinds_of(load_config, path) == [(str(path), "not_found" if len(content) > 10**6 else "damaged")]
@@ -256,11 +256,11 @@ def test_file_that_is_no_configuration(tmp_path: Path, content: bytes) -> None:
 
 
 @given(st.binary() | st.text("{}[]:,-?&*!|>'\"%@` \n#ab01.", max_size=40).map(str.encode))
-def test_any_bytes_are_a_configuration_or_an_error_of_one_line_each(content: bytes) -> None:
+def test_any_bytes_give_a_configuration_or_one_line_for_each_error(content: bytes) -> None:
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         file.write(content)
         file.flush()
-        for line in issues_of(load_config, file.name):  # none has a budget
+        for line in issues_of(load_config, file.name):  # every file is refused because none has a budget
             assert "\n" not in line
 
 
@@ -283,15 +283,15 @@ def test_every_shipped_configuration_loads() -> None:
     assert shipped
     for path in shipped:
         own = ["data.path=examples", "finetune.labels=[a, b]"] if path.stem in OF_ANY_MODEL else []
-        own += ["run.init_from=null"] if path.stem == "continued" else []  # its weights are the user's
+        own += ["run.init_from=null"] if path.stem == "continued" else []  # the user provides its weights
         own += ["batch.micro_size=1"] if micro_is_auto(path) else []
         config = load_config(path, own)
         assert no_effect(config) == [], path
         batch_layout(config, 1 if config.parallel.engine == "single" else 2)
 
 
-def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> None:
-    """Output directories hold it and go on only with the same."""
+def test_the_hash_depends_on_every_setting_but_not_on_the_source_of_a_value(tmp_path: Path) -> None:
+    """An output directory stores the hash, and only a configuration with an equal hash may continue there."""
     plain = make_config("precision=auto")
     assert plain.hash() == make_config("precision=auto").hash()
     path = write(tmp_path, "schedule: {steps: 10}\ndata: {sources: [builtin]}\noptim: {lr: 0.001}\n")
@@ -303,7 +303,7 @@ def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> No
     assert len({make_config().hash(), *(make_config(change).hash() for change in changes)}) == 10
 
 
-# --- what the launcher makes of it
+# --- use by the launcher
 
 
 @given(
@@ -313,7 +313,7 @@ def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> No
     quantum=st.integers(1, 9),
     fraction=st.sampled_from([0.0, 0.05, 0.3, 0.77, 1.0]),
 )
-def test_the_steps_of_a_budget_in_tokens_are_those_that_the_ranks_take(
+def test_the_launcher_predicts_the_steps_that_ranks_take_for_a_token_budget(
     tokens: int, length: int, quanta: int, quantum: int, fraction: float
 ) -> None:
     batch = {"global_size": quanta * quantum, "ramp_quantum": quantum, "ramp_fraction": fraction}

@@ -1,4 +1,4 @@
-"""Text to shards: exactness, independence of the number of processes, interruption, refusals."""
+"""Test the build of shards from text: exact packing, any number of processes, interruption and refusals."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def source(tmp_path: Path) -> str:
 
 @pytest.fixture
 def out(source: str, tmp_path: Path) -> Path:
-    """The shards of `source`."""
+    """Build the shards of `source` and return their directory."""
     make(source, tmp_path / "out")
     return tmp_path / "out"
 
@@ -68,12 +68,12 @@ def config(*sources: str, vocab_size: int = VOCAB, **extra: Any) -> Config:
 def make(
     source: str | list[str], out: Path, *, progress: Progress | None = None, **options: Any
 ) -> dict[str, Any]:
-    """`options`: of the request, and of how text becomes shards."""
+    """Build shards and return the manifest. `options`: arguments of `builder.build` and settings."""
     request = {name: options.pop(name, default) for name, default in (("processes", 1), ("force", False))}
     vocab_size, tokenizer = options.pop("vocab_size", VOCAB), options.pop("tokenizer", None)
     sources = [source] if isinstance(source, str) else source
-    asked = config(*sources, vocab_size=vocab_size, tokenizer=tokenizer, build={**PLAIN, **options})
-    return builder.build(asked, out, progress=progress, **request).model_dump()
+    requested = config(*sources, vocab_size=vocab_size, tokenizer=tokenizer, build={**PLAIN, **options})
+    return builder.build(requested, out, progress=progress, **request).model_dump()
 
 
 def refusal(source: str | list[str], out: Path, **options: Any) -> Issue:
@@ -90,8 +90,8 @@ def split(out: Path, name: str) -> np.ndarray:
     return np.concatenate(parts).reshape(-1, LENGTH)
 
 
-def restated(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]]:
-    """The pipeline said again, one document at a time, with the saved tokenizer as it is."""
+def recomputed(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]]:
+    """Recompute the token streams, one document at a time, with the saved tokenizer."""
     tok = Tokenizer.from_file(str(out / "tokenizer.json"))
     tok.encode_special_tokens = True
     streams: dict[str, list[int]] = {"train": [], "held_out": []}
@@ -106,25 +106,25 @@ def restated(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]
     return {name: ids[: len(ids) // LENGTH * LENGTH] for name, ids in streams.items()}
 
 
-def test_packing_is_exact_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A special token in a text is text. No test can cut power, so the calls are looked at: every shard is
-    synced whole, and the manifest last."""
+def test_packing_is_exact_and_every_file_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A special token inside a text counts as text. Every shard is synced at its final size, and the manifest
+    last, so that a power cut leaves no manifest with incomplete shards."""
     synced: list[tuple[str, int]] = []
     fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recorded(descriptor: int) -> None:
         fsync(descriptor)
         name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
         synced.append((name, os.fstat(descriptor).st_size))
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recorded)
     monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 50)
     docs = [*prose(300), *(f"{doc} <mask> <pad> <cls> <s>" for doc in prose(50, seed=1))]
     manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
     files = [shard for name in ("train", "held_out") for shard in manifest[name]["shards"]]
     assert {(shard["file"], shard["bytes"]) for shard in files} <= set(synced[:-1])
     assert synced[-1][0].startswith(".manifest.json.")
-    streams = restated(tmp_path / "out", docs, 0.1)
+    streams = recomputed(tmp_path / "out", docs, 0.1)
     for name, ids in streams.items():
         rows = split(tmp_path / "out", name)
         assert rows.ravel().tolist() == ids
@@ -143,10 +143,10 @@ def test_packing_is_exact_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
-def test_neither_processes_nor_batches_nor_the_directory_of_the_source_change_anything(
+def test_shards_do_not_depend_on_processes_batches_or_the_source_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Sources are counted apart, whatever the batches."""
+    """The counts of each source do not depend on the batches either."""
     texts = [prose(400), prose(50), *(prose(9, seed=i) + russian(9)[i - 1 :: 3] for i in (1, 2, 3))]
     options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5, "normalize": False}
     found = []
@@ -166,8 +166,8 @@ def test_neither_processes_nor_batches_nor_the_directory_of_the_source_change_an
     assert counts == list(zip(letters, map(len, texts), strict=True))
 
 
-def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(tmp_path: Path) -> None:
-    """The hash of its text puts it among the 40 % but not the 30 % that are held out."""
+def test_a_file_without_blank_lines_is_one_document_and_an_uneven_split_is_refused(tmp_path: Path) -> None:
+    """The hash of the document puts it into a held-out set of 40 %, but not into one of 30 %."""
     whole, others = tmp_path / "whole.txt", tmp_path / "others.txt"
     whole.write_text("\n".join(prose(400, seed=6)))
     others.write_text("\n\n".join(prose(60)))
@@ -183,7 +183,7 @@ def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(tmp_path
 
 
 def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
-    """A sketch belongs to its document, not to its place among those that are left by exact dedup."""
+    """The sketch of a document does not depend on the number of exact duplicates before the document."""
     pytest.importorskip("rensa")
     rng = random.Random(0)
     docs = [" ".join(rng.choices(WORDS, k=120)) for _ in range(60)]
@@ -192,12 +192,12 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
     manifest = make(source, tmp_path / "near", dedup="near", held_out_fraction=0.2)
     assert manifest["dropped"]["exact_duplicate"] == 5
     assert manifest["dropped"]["near_duplicate"] == 20
-    for name, ids in restated(tmp_path / "near", docs, 0.2).items():
+    for name, ids in recomputed(tmp_path / "near", docs, 0.2).items():
         assert split(tmp_path / "near", name).ravel().tolist() == ids
     two = make(source, tmp_path / "two", dedup="near", held_out_fraction=0.2, processes=2)
     assert two["hash"] == manifest["hash"]
     assert make(source, tmp_path / "none", dedup="none")["dropped"]["exact_duplicate"] == 0
-    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]  # of 51 shingles 21 are shared
+    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]  # 21 of 51 shingles are shared
     source = write(tmp_path / "b.txt", [*prose(60), *half])
     for threshold, dropped in ((0.2, 1), (0.9, 0)):
         made = make(source, tmp_path / f"{threshold}", dedup="near", near_threshold=threshold)
@@ -207,7 +207,7 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["read", "train tokenizer", "tokenize"])
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, when: str, gone: bool) -> None:
-    """What the manifest says of a source is what was read: nothing is left of a build that cannot say so."""
+    """The manifest must describe the text that was read, so the refused build leaves no files."""
     source = Path(write(tmp_path / "a.txt", prose(100)))
     stages: list[str] = []
 
@@ -236,8 +236,8 @@ def test_filter_drops_by_tokens_per_character(tmp_path: Path) -> None:
     assert manifest["dropped"]["empty"] == 2
 
 
-def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
-    """Alone, between letters, and after its own kind; some at a time, as a call takes longer than a text."""
+def test_python_normalisation_equals_the_tokenizers_for_every_character() -> None:
+    """Test each character alone, between letters and doubled, with many characters per call for speed."""
     rust = tokenizer.normalizer()
     for start in range(0, 0x110000, 4096):
         chars = [chr(c) for c in range(start, start + 4096) if not 0xD800 <= c < 0xE000]
@@ -297,13 +297,14 @@ def russian(num: int) -> list[str]:
         ([[f"{i} " + "\u4e2d\u6587\u8a9e" * (i % 7 + 2) for i in range(200)]], BYTES, False),
     ],
 )
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # an open file
-def test_a_source_that_loses_much_is_refused(
+# a file that is left open raises this warning
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_source_that_loses_many_letters_is_refused(
     tmp_path: Path, source_docs: list[list[str]], options: dict[str, Any], refused: bool
 ) -> None:
     files = [write(tmp_path / f"{i}.txt", docs) for i, docs in enumerate(source_docs)]
-    told: list[str] = []
-    options = {"vocab_size": VOCAB, **options, "progress": lambda stage, done, total: told.append(stage)}
+    stages: list[str] = []
+    options = {"vocab_size": VOCAB, **options, "progress": lambda stage, done, total: stages.append(stage)}
     if refused:
         issue = refusal(files, tmp_path / "out", **options)
         assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
@@ -316,11 +317,11 @@ def test_a_source_that_loses_much_is_refused(
     lost = sum(not c.isascii() for c in letters) if options.get("normalize", True) else 0
     assert (counted["letters"], counted["lost_letters"]) == (len(letters), lost)
     assert counted["unknown_tokens"] == 0
-    assert any(line.startswith("warning: 0.txt") for line in told) == (lost > 0.01 * len(letters))
+    assert any(line.startswith("warning: 0.txt") for line in stages) == (lost > 0.01 * len(letters))
 
 
-def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
-    """Of a given tokenizer whose words are WORDS and a full stop."""
+def test_unknown_tokens_of_a_given_tokenizer_are_counted(tmp_path: Path) -> None:
+    """The tokenizer knows only WORDS and the full stop."""
     path = bert_like(tmp_path / "t.json", SPECIALS)
     known = [" ".join(random.Random(i).choices(WORDS, k=20)) for i in range(100)]
     sources = {n: write(tmp_path / f"{n}.txt", [text + " foreign" * n for text in known]) for n in (0, 1, 6)}
@@ -333,9 +334,9 @@ def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_letters_in_unknown_tokens_are_lost(tmp_path: Path, normalize: bool) -> None:
-    """WordPiece makes one unknown token of a word of over 100 characters, however many letters that is."""
-    word = "caf\u00e9\u0142" * 30  # with the Polish l with a stroke, which the normaliser drops
+def test_letters_in_unknown_tokens_count_as_lost(tmp_path: Path, normalize: bool) -> None:
+    """WordPiece replaces a word of more than 100 characters by a single unknown token."""
+    word = "caf\u00e9\u0142" * 30  # the normaliser drops the Polish l with a stroke
     docs = [" ".join(random.Random(i).choices(WORDS, k=300)) + f" {i}" for i in range(40)]
     docs[0] += " " + word
     (counted,) = make(write(tmp_path / "a.txt", docs), tmp_path / "out", normalize=normalize)["sources"]
@@ -347,8 +348,8 @@ def test_letters_in_unknown_tokens_are_lost(tmp_path: Path, normalize: bool) -> 
     assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
 
 
-def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
-    """Signs that the tokenizer drops or does not know are equal to it; case counts where it has both."""
+def test_documents_with_the_same_tokens_are_duplicates(tmp_path: Path) -> None:
+    """Documents that differ only in dropped or unknown signs are duplicates; case matters if it is kept."""
     docs = [f"{text} {sign}{i}" for i, text in enumerate(prose(60)) for sign in "\u20ac\u00a3\u00a5"]
     source = write(tmp_path / "a.txt", docs)
     assert make(source, tmp_path / "a")["dropped"]["exact_duplicate"] == 120
@@ -358,7 +359,7 @@ def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
     assert make(cased, tmp_path / "e", normalize=False)["dropped"]["exact_duplicate"] == 0
 
 
-def test_byte_level_bpe_keeps_every_text_and_no_vocabulary_is_larger_than_asked() -> None:
+def test_byte_level_bpe_keeps_every_text_and_no_vocabulary_is_larger_than_requested() -> None:
     docs = [*prose(100), *russian(100), "\u4e2d\u6587\u8a9e\U0001f600 a  b\t"]
     trained = tokenizer.train(docs, model="byte_bpe", vocab_size=400, with_normalizer=False)
     assert tokenizer.size(trained) == 400
@@ -366,8 +367,8 @@ def test_byte_level_bpe_keeps_every_text_and_no_vocabulary_is_larger_than_asked(
     only_bytes = tokenizer.train(docs, model="byte_bpe", vocab_size=263, with_normalizer=False)
     assert tokenizer.size(only_bytes) == MIN_BYTE_VOCAB_SIZE
     assert len(only_bytes.encode("\u4e2d", add_special_tokens=False).ids) == 3
-    for asked, least, most in ((30_000, 50, 2000), (16, 10, 16)):
-        trained = tokenizer.train(prose(60), model="wordpiece", vocab_size=asked, with_normalizer=True)
+    for requested, least, most in ((30_000, 50, 2000), (16, 10, 16)):
+        trained = tokenizer.train(prose(60), model="wordpiece", vocab_size=requested, with_normalizer=True)
         assert least < tokenizer.size(trained) == trained.get_vocab_size() <= most
 
 
@@ -381,7 +382,7 @@ def bert_like(path: Path, specials: list[str], extra: int = 0) -> str:
     return str(path)
 
 
-def test_given_tokenizer(tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_used_for_the_build(tmp_path: Path) -> None:
     docs = prose(300)
     source = write(tmp_path / "a.txt", docs)
     specials = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -398,7 +399,7 @@ def test_given_tokenizer(tmp_path: Path) -> None:
 SPECIALS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def test_what_a_build_cannot_use_is_refused(
+def test_settings_that_a_build_cannot_use_are_refused(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "rensa", None)
@@ -417,9 +418,9 @@ def test_what_a_build_cannot_use_is_refused(
         assert (issue.setting, issue.kind) == (setting, kind)
 
 
-def test_special_tokens_by_the_names_of_other_libraries_and_where_ordinary_ones_begin() -> None:
-    """RoBERTa frames by <s> and </s>; where a tokenizer has both spellings, the role's own name counts.
-    Ordinary tokens begin behind the special ones of the lower half; ModernBERT keeps most at the end."""
+def test_special_tokens_of_other_libraries_and_the_first_ordinary_token_are_found() -> None:
+    """RoBERTa frames texts with <s> and </s>. If a tokenizer has both spellings, <cls> and <sep> are used.
+    Ordinary tokens follow the special tokens in the lower half of the ids; ModernBERT has most at the end."""
     roberta = {t: i for i, t in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>"])}
     found = tokenizer.special_ids(Tokenizer(models.WordPiece(roberta, unk_token="<unk>")), "it")
     assert found == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 5}
@@ -432,7 +433,7 @@ def test_special_tokens_by_the_names_of_other_libraries_and_where_ordinary_ones_
         assert tokenizer.first_ordinary(tok, tokenizer.special_ids(tok, "it")) == expected
 
 
-def test_a_batch_is_bounded_by_its_documents_and_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documents_and_characters_of_a_batch_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(tokenizer, "BATCH_CHARS", 10)
     documents = ["a" * size for size in (1, 1, 1, 6, 4, 30, 9, 1, 1, 1)]
@@ -440,7 +441,7 @@ def test_a_batch_is_bounded_by_its_documents_and_characters(monkeypatch: pytest.
     assert sizes == [[1, 1, 1], [6, 4], [30], [9, 1], [1, 1]]
 
 
-def test_a_build_of_the_hub_is_kept_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_from_the_hub_is_reused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def rows(name: str, split: str) -> Any:
@@ -459,7 +460,7 @@ def test_a_build_of_the_hub_is_kept_by_its_name(tmp_path: Path, monkeypatch: pyt
 def test_existing_output_is_kept_refused_or_replaced(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Damage is found also where a start, which reads a sample, would not find it."""
+    """A build also finds damage that the start of a run, which reads only a sample, would miss."""
     monkeypatch.setattr(shards, "SAMPLED_BYTES", 0)
     out = tmp_path / "out put ü"
     first = make(source, out)
@@ -482,7 +483,7 @@ def test_existing_output_is_kept_refused_or_replaced(
     assert (issue.setting, issue.kind, issue.other) == ("--out", "exists", None)
 
 
-def test_an_earlier_build_comes_back_where_its_successor_cannot_take_its_place(
+def test_an_earlier_build_is_restored_if_its_replacement_fails(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, rename = (out / "manifest.json").read_bytes(), Path.rename
@@ -499,7 +500,7 @@ def test_an_earlier_build_comes_back_where_its_successor_cannot_take_its_place(
     assert [path.name for path in out.parent.glob("*out*")] == ["out"]
 
 
-def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
+def test_a_build_inside_its_source_directory_can_be_repeated(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     write(folder / "a.txt", prose(100))
@@ -509,7 +510,7 @@ def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
     assert refusal(str(folder), folder).kind == "exists"
 
 
-def test_damage_is_found_and_what_does_not_fit(out: Path) -> None:
+def test_damaged_or_mismatching_shards_are_refused(out: Path) -> None:
     (issue,) = raised_issues(builder.ensure, config("", path=str(out), sources=None, sequence_length=32))
     assert (issue.setting, issue.kind, issue.other) == ("data.sequence_length", "conflict", "data.path")
     file = out / "train-00000.bin"
@@ -525,7 +526,7 @@ def test_damage_is_found_and_what_does_not_fit(out: Path) -> None:
     assert shards.verify(out) == list(issues)
 
 
-def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
+def test_a_start_verifies_all_of_a_small_corpus_and_a_sample_of_a_large_one(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 10)
@@ -545,7 +546,7 @@ def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
     assert len(set(starts)) > 1
 
 
-def test_ensure_builds_once_follows_the_source_and_keeps_out_others(
+def test_ensure_builds_once_per_source_text_and_refuses_a_cache_that_others_may_write_to(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
@@ -559,10 +560,10 @@ def test_ensure_builds_once_follows_the_source_and_keeps_out_others(
     for damaged in (b"", bytes(len(good))):
         (first / "train-00000.bin").write_bytes(damaged)
         assert builder.find(config(source)) == (first if damaged else None)
-        assert shards.verify(builder.ensure(config(source))) == []  # made again
+        assert shards.verify(builder.ensure(config(source))) == []  # rebuilt
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
-    (tmp_path / "cache").chmod(0o777)  # others may write to it
+    (tmp_path / "cache").chmod(0o777)  # other users may write to the cache
     (issue,) = raised_issues(builder.ensure, config(source))
     assert (issue.setting, issue.kind) == ("BERT_DP_CACHE", "unsupported")
     assert input_issues(config(source)) == [issue]
@@ -573,7 +574,7 @@ def test_ensure_builds_once_follows_the_source_and_keeps_out_others(
         assert len(record.cache_issues()) == 1
 
 
-def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) -> None:
+def test_the_cache_directory_depends_on_every_input_of_the_shards(tmp_path: Path) -> None:
     source, other, given = (write(tmp_path / name, ["text"]) for name in ("a.txt", "b.txt", "t.json"))
     changes: tuple[dict[str, Any], ...] = (
         {},
@@ -590,7 +591,7 @@ def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) 
     assert len(directories) == len(changes) + 2
 
 
-def test_two_processes_ensure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_processes_build_the_corpus_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "a.txt", prose(3000))
     (tmp_path / "c.yaml").write_text(config(source).model_dump_json())
@@ -606,7 +607,7 @@ def test_two_processes_ensure_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert open_to_others(tmp_path / "cache") == []
 
 
-def test_a_build_that_the_user_names_has_the_users_modes(tmp_path: Path) -> None:
+def test_a_build_in_a_named_directory_has_the_file_modes_of_the_users_umask(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", prose(100))
     with umask(0o027):
         assert build(tmp_path).wait(60) == 0
@@ -623,9 +624,10 @@ def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_build_leaves_nothing_and_can_restart(tmp_path: Path, number: signal.Signals) -> None:
     write(tmp_path / "a.txt", prose(40_000))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    # because a shell's background job ignores SIGINT
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = build(tmp_path, "--processes", "2")
     finally:
@@ -635,9 +637,9 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert process.poll() is None
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
-    said = process.communicate(timeout=30)[1]
+    stderr = process.communicate(timeout=30)[1]
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     assert not (tmp_path / "out").exists()
     was_killed = number == signal.SIGKILL
     left = sorted(path.name.partition("-")[0] for path in tmp_path.glob(".out.*"))
@@ -654,7 +656,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert not list(tmp_path.glob(".out.*"))
 
 
-def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting_and_limit(tmp_path: Path) -> None:
+def test_a_filter_that_drops_more_than_1_percent_names_its_setting_and_limit(tmp_path: Path) -> None:
     directory = write_shards(tmp_path / "s", train=380, held_out=5, vocab_size=4096)
     with edited_manifest(directory) as edited:
         edited["dropped"] = {"empty": 4, "tokens_per_char": 5, "exact_duplicate": 6, "near_duplicate": 0}

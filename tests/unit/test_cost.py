@@ -1,4 +1,4 @@
-"""Parameters and FLOPs against the model itself, peaks against their table."""
+"""Test parameter counts and FLOPs against the model, peak FLOP/s, and memory estimates."""
 
 import itertools
 
@@ -34,7 +34,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("position", CHOICES["position"])
-def test_parameters_are_those_of_the_model(position: str) -> None:
+def test_parameter_counts_equal_those_of_the_model(position: str) -> None:
     others = [name for name in CHOICES if name != "position"]
     for values in itertools.product(*(CHOICES[name] for name in others)):
         chosen = dict(zip(others, values, strict=True))
@@ -44,7 +44,7 @@ def test_parameters_are_those_of_the_model(position: str) -> None:
 
 
 def counted_flops(model_config: ModelConfig, length: int, batch: int, predicted: int) -> int:
-    """Forward and backward of every matrix product and attention, as torch counts them."""
+    """Return torch's count of the FLOPs of matrix products and attention, forward and backward."""
     model = build_model(model_config, length, seed=0)
     ids = torch.randint(0, model_config.vocab_size, (batch, length))
     positions = torch.arange(batch)[:, None] * length + torch.arange(predicted)
@@ -59,10 +59,10 @@ def counted_flops(model_config: ModelConfig, length: int, batch: int, predicted:
 @pytest.mark.parametrize("mlp", ["geglu", "gelu"])
 @pytest.mark.parametrize("head", ["none", "dense"])
 @pytest.mark.parametrize("first_attention_norm", [True, False])
-def test_flops_are_those_torch_counts(mlp: str, head: str, first_attention_norm: bool) -> None:
-    """The formula counts matrix products, as torch's counter does, so they agree to the operation: the math
-    kernel shows attention as two batched products (fused ones count recomputation in their backward, which a
-    model FLOP does not), and every weight's input needs a gradient, the embedding's included."""
+def test_flops_equal_the_count_of_torch(mlp: str, head: str, first_attention_norm: bool) -> None:
+    """Formula and counter agree exactly because both count matrix products. The math kernel computes
+    attention as two batched products; fused kernels also count recomputation in the backward pass, which
+    model FLOPs exclude. The input of every weight needs a gradient, including the output of the embedding."""
     model_config = ModelConfig(**TINY, mlp=mlp, head=head, first_attention_norm=first_attention_norm)  # type: ignore[arg-type]
     batch, length, predicted = 3, 16, 4
     wanted = cost.flops_per_token(model_config, length, predicted / length) * batch * length
@@ -86,17 +86,17 @@ def test_flops_are_those_torch_counts(mlp: str, head: str, first_attention_norm:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a slice of a device
     ],
 )
-def test_peak_of_a_device(name: str, precision: str, peak: float | None) -> None:
+def test_the_peak_depends_on_device_and_precision(name: str, precision: str, peak: float | None) -> None:
     assert peak_flops(name, precision) == peak
 
 
-def test_every_entry_is_reached_by_its_own_name() -> None:
+def test_every_peak_is_found_by_its_own_name() -> None:
     for name, peaks in cost.PEAK_FLOPS:
         for precision, value in peaks.items():
             assert peak_flops(f"NVIDIA {name}", precision) == value, name
 
 
-# --- memory by hand
+# --- memory estimates against values computed by hand
 
 V, H, WIDTH, L, S, MICRO = 40, 16, 20, 3, 24, 4
 SCENE = {"data": {"sequence_length": S}, "batch": {"micro_size": MICRO, "global_size": 4 * MICRO}}
@@ -106,7 +106,7 @@ LINEAR = L * (4 * H * H + 3 * H * WIDTH)
 def memory(
     parallel: dict[str, object] | None = None, world: int = 1, precision: str = "fp32", **more: object
 ) -> dict[str, int]:
-    """Bytes by part."""
+    """Return the estimated bytes of each part."""
     settings = {"model": TINY, **SCENE, "parallel": parallel or {}, **more}
     parts = memory_estimate_gib(make_config(**settings), precision, world)
     return {name: round(size * GIB) for name, size in parts.items()}
@@ -118,7 +118,7 @@ def state(found: dict[str, int]) -> tuple[int, int, int]:
 
 TOTAL = num_parameters(ModelConfig(**TINY), S)  # type: ignore[arg-type]
 GATHERED = (V * H + 2 * LINEAR // L) * 4  # the embedding and two blocks
-HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
+HALF = TOTAL - (LINEAR + V * H) // 2  # parameters on each of two ranks that share a replica
 
 
 @pytest.mark.parametrize(
@@ -133,21 +133,21 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
         ({"engine": "deepspeed", "zero_stage": 2}, 4, (5 * TOTAL, TOTAL, 2 * TOTAL)),
         ({"engine": "deepspeed", "zero_stage": 3}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
         ({"engine": "fsdp"}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
-        ({"engine": "fsdp"}, 2, (2 * TOTAL + GATHERED, 4 * TOTAL, 4 * TOTAL)),  # two micro batches a step
+        ({"engine": "fsdp"}, 2, (2 * TOTAL + GATHERED, 4 * TOTAL, 4 * TOTAL)),  # two micro batches per step
         ({"engine": "fsdp", "fsdp_replicas": 2}, 4, (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL)),
         ({"engine": "fsdp", "tensor": 2}, 4, (2 * HALF + GATHERED // 2, 4 * HALF, 4 * HALF)),
     ],
 )
-def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(parallel, world, expected) -> None:
+def test_weights_gradients_and_optimizer_state_are_sharded_by_engine(parallel, world, expected) -> None:
     assert state(memory(parallel, world)) == expected
 
 
-def test_muon_has_one_moment_of_the_matrices() -> None:
+def test_muon_has_one_moment_for_matrices() -> None:
     assert memory(optim={"name": "muon"})["optimizer"] == 4 * (2 * TOTAL - LINEAR)
 
 
 @pytest.mark.parametrize(("precision", "wide", "narrow"), [("fp32", 4, 4), ("fp64", 8, 8), ("bf16", 4, 2)])
-def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) -> None:
+def test_the_activations_of_a_micro_batch_are_counted(precision: str, wide: int, narrow: int) -> None:
     tokens, predicted = MICRO * S, MICRO * 6
     block = 2 * wide * H + narrow * (2 * H + 4 * H + 4 * WIDTH)
     found = memory(precision=precision)
@@ -155,7 +155,8 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
     assert found["logits"] == predicted * V * (narrow + 2 * wide)
     gelu = memory(precision=precision, model={**TINY, "mlp": "gelu"})
     assert gelu["activations"] == tokens * L * (block - narrow * 2 * WIDTH)
-    dropped = memory(precision=precision, model={**TINY, "attention_dropout": 0.1})  # of 2 heads, written out
+    # attention dropout materialises the probabilities of 2 heads
+    dropped = memory(precision=precision, model={**TINY, "attention_dropout": 0.1})
     assert dropped["activations"] == tokens * L * (block + 2 * S * (3 * narrow + 1))
     halved = memory({"tensor": 2}, 2, precision)
     assert halved["activations"] == tokens * L * (2 * wide * H + narrow * (2 * H + 2 * H + 2 * WIDTH))
@@ -168,7 +169,7 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_a_cpu_rank_holds_the_program_and_a_copy_of_the_state_too(norm: str, precision: str) -> None:
+def test_a_cpu_rank_also_has_the_program_and_a_copy_of_the_state(norm: str, precision: str) -> None:
     model = {**TINY, "norm": norm}
 
     def parts(*, on_gpu: bool = False, **more: object) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Order and masks: a permutation, exact counts, and the same samples for any ranks, threads and batches."""
+"""Test data order and masks: a permutation, exact counts, and equal samples for any ranks and threads."""
 
 import functools
 import itertools
@@ -56,7 +56,7 @@ def stream(
 
 
 def rows_of(batch: MlmBatch) -> list[tuple[int, bytes]]:
-    """Each row of a batch as (sample, everything it holds), independent of the micro batch it stands in."""
+    """Return (sample, content) of each row of a batch, independent of the row's micro batch."""
     size, length = batch.ids_BS.shape
     positions = batch.positions_P.reshape(size, -1) - torch.arange(size)[:, None] * length
     labels = batch.labels_P.reshape(size, -1)
@@ -81,14 +81,14 @@ def whole(size: int, *key: int) -> NDArray[np.int64]:
 @given(size=st.integers(1, 5000), key=st.integers(0, 2**63 - 1))
 @settings(max_examples=12)
 def test_permute_is_a_bijection(power: int, size: int, key: int) -> None:
-    """Of any size, and of those about powers of two."""
+    """The sizes are arbitrary ones and those next to powers of two."""
     for number in (size, 2**power - 1, 2**power, 2**power + 1):
         out = whole(number, key)
         assert out.dtype == np.int64
         assert np.array_equal(np.sort(out), np.arange(number))
 
 
-def test_permute_reaches_beyond_32_bits_and_follows_its_key() -> None:
+def test_permute_supports_sizes_beyond_32_bits_and_depends_on_its_key() -> None:
     size = 2**40 + 3
     out = permute(np.array([0, 1, 2**33, size - 1]), size, hash64(1))
     assert len(set(out.tolist())) == 4
@@ -117,12 +117,12 @@ def test_mask_counts_are_exact(num_masked: int, masked: int, random: int, kept: 
     assert ((now == VOCABULARY.mask_id).sum(1) == masked).all()
     assert ((now == original).sum(1) >= kept).all()
     changed = ((now != VOCABULARY.mask_id) & (now != original)).sum()
-    assert random * 40 * 0.7 <= changed <= random * 40  # the original by chance in 1 of 57
+    assert random * 40 * 0.7 <= changed <= random * 40  # a random token equals the original in 1 of 57 cases
 
 
 @given(batch=st.integers(1, 5), length=st.integers(8, 40), data=st.data())
 @settings(max_examples=50)
-def test_mask_touches_nothing_else_and_labels_are_originals(
+def test_mask_changes_only_its_positions_and_labels_are_the_original_tokens(
     batch: int, length: int, data: st.DataObject
 ) -> None:
     num_masked = data.draw(st.integers(1, length))
@@ -147,8 +147,8 @@ def batch_of(shards: Shards, start: int, stop: int, *, seed: int = 3, shuffle: b
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("start", [0, 42, 50, 95])
-def test_a_batch_does_not_depend_on_how_it_is_cut(shards: Shards, start: int, shuffle: bool) -> None:
-    """42 and 95 put an epoch's end (50 sequences) inside the batch."""
+def test_a_batch_does_not_depend_on_its_micro_batches(shards: Shards, start: int, shuffle: bool) -> None:
+    """The starts 42 and 95 put the end of an epoch (50 sequences) inside the batch."""
     one = batch_of(shards, start, start + 16, shuffle=shuffle)
     two = [batch_of(shards, start + i, start + i + 8, shuffle=shuffle) for i in (0, 8)]
     assert rows_of(one) == rows_of(two[0]) + rows_of(two[1])
@@ -164,8 +164,8 @@ def unmasked(batch: MlmBatch) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_each_epoch_is_every_sequence_once_with_other_masks(shards: Shards, shuffle: bool) -> None:
-    """In another order, or without shuffle in that of the shards."""
+def test_each_epoch_visits_every_sequence_once_with_new_masks(shards: Shards, shuffle: bool) -> None:
+    """The order differs between epochs; without shuffle, it is the order of the shards."""
     everything = shards.rows(np.arange(50)).astype(np.int64)
     first, second = (batch_of(shards, 50 * e, 50 * (e + 1), shuffle=shuffle) for e in range(2))
     for batch in (first, second):
@@ -175,13 +175,14 @@ def test_each_epoch_is_every_sequence_once_with_other_masks(shards: Shards, shuf
     assert not torch.equal(first.positions_P, second.positions_P)
 
 
-def test_dropout_is_drawn_for_each_sequence_in_each_epoch_and_for_each_seed(shards: Shards) -> None:
+def test_dropout_seeds_differ_by_sequence_epoch_and_run_seed(shards: Shards) -> None:
     drawn = [
         batch_of(shards, 0, 150, seed=s, shuffle=shuffle).seed_B for s in (3, 4) for shuffle in (True, False)
     ]
     for keys, same in zip(drawn[::2], drawn[1::2], strict=True):
         assert len(keys.unique()) == 150
-        assert sorted(keys.tolist()) == sorted(same.tolist())  # of the sequence, not of its place
+        # the seed depends on the sequence, not on its position
+        assert sorted(keys.tolist()) == sorted(same.tolist())
     assert not set(drawn[0].tolist()) & set(drawn[2].tolist())
 
 
@@ -201,7 +202,7 @@ def test_several_shard_files_read_as_their_concatenation(tmp_path: Path, directo
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_threads_change_nothing_and_close_leaves_none(shards: Shards, workers: int) -> None:
+def test_prefetch_threads_change_no_batch_and_end_on_close(shards: Shards, workers: int) -> None:
     before = set(threading.enumerate())
     plain, threaded, unused = stream(shards), stream(shards, workers=workers), stream(shards, workers=2)
     try:
@@ -216,10 +217,10 @@ def test_threads_change_nothing_and_close_leaves_none(shards: Shards, workers: i
 
 @given(dp_size=st.integers(1, 4), micro_size=st.integers(1, 5), start=st.integers(0, 120))
 @settings(max_examples=25)
-def test_replicas_together_read_the_samples_in_order_from_any_one(
+def test_replicas_together_read_the_samples_in_order_from_any_start(
     shards: Shards, dp_size: int, micro_size: int, start: int
 ) -> None:
-    """Round-robin by micro batch, so that a step of any accumulation holds consecutive samples."""
+    """Micro batches go round-robin to replicas, so that every optimizer step has consecutive samples."""
     sizes = {"micro_size": micro_size, "dp_size": dp_size, "start_sample": start}
     replicas = [stream(shards, dp_rank=rank, **sizes) for rank in range(dp_size)]
     for index in range(12 * dp_size):
@@ -246,7 +247,7 @@ def test_an_error_in_a_prefetch_thread_reaches_the_loop(
 
 
 def held_out(shards: Shards, dp_size: int, micro_size: int, max_sequences: int) -> list[list[MlmBatch]]:
-    """Of each replica."""
+    """Return the held-out batches of each replica."""
     sizes = {"micro_size": micro_size, "num_masked": 3, "max_sequences": max_sequences, "dp_size": dp_size}
     return [held_out_batches(shards, dp_rank=rank, **sizes) for rank in range(dp_size)]
 
@@ -254,7 +255,7 @@ def held_out(shards: Shards, dp_size: int, micro_size: int, max_sequences: int) 
 def real_rows(batch: MlmBatch) -> list[tuple[int, bytes]]:
     labels = batch.labels_P.reshape(len(batch.ids_BS), -1)
     ignored = labels == IGNORE
-    assert torch.equal(ignored.any(1), ignored.all(1))  # a row counts whole or not at all
+    assert torch.equal(ignored.any(1), ignored.all(1))  # a row is either counted or ignored as a whole
     rows = rows_of(batch)
     index = torch.nonzero(~ignored.any(1)).flatten().tolist()
     size = len(batch.ids_BS)
@@ -263,7 +264,7 @@ def real_rows(batch: MlmBatch) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("max_sequences", [1000, 13, 1])
-def test_every_held_out_row_counts_once_and_is_masked_alike_in_any_batch_of_any_replica(
+def test_every_held_out_row_counts_once_with_equal_masks_for_any_batch_and_replicas(
     directory: Path, max_sequences: int
 ) -> None:
     shards = open_shards(directory, "held_out")
@@ -280,7 +281,7 @@ def test_every_held_out_row_counts_once_and_is_masked_alike_in_any_batch_of_any_
         assert shapes == {(micro_size, LENGTH, micro_size * 3)}
 
 
-def test_a_batch_goes_to_a_device_as_a_whole(shards: Shards) -> None:
+def test_all_tensors_of_a_batch_move_to_a_device(shards: Shards) -> None:
     batch = batch_of(shards, 0, 4)
     assert batch.to(torch.device("cpu")) is batch
     moved = batch.to(torch.device("meta"))
@@ -290,7 +291,7 @@ def test_a_batch_goes_to_a_device_as_a_whole(shards: Shards) -> None:
     assert (moved.num_masked, moved.sample_ids) == (batch.num_masked, batch.sample_ids)
 
 
-def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> None:
+def test_a_synthetic_batch_has_random_tokens_and_random_positions_in_each_row() -> None:
     batch, again, other = (random_batch(seed, 5, 64, 16, 100) for seed in (1, 1, 2))
     assert same(batch, again)
     assert not torch.equal(batch.ids_BS, other.ids_BS)
@@ -305,7 +306,7 @@ def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> 
         assert len(tokens.unique()) > 40
 
 
-def test_shards_are_mapped_for_reading_and_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_shards_are_mapped_read_only_and_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     directory = write_shards(tmp_path, length=LENGTH, train=50, held_out=1, files=(7, 43))
     size = read_manifest(directory).vocab_size
     tokens = np.memmap(directory / "train-00001.bin", "<u2", "r+", shape=(43, LENGTH))
@@ -320,7 +321,7 @@ def test_shards_are_mapped_for_reading_and_a_token_beyond_the_vocabulary_is_refu
         broken.rows(np.array([0, 10]))
 
 
-def test_data_wait_is_the_sum_of_the_waits(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_wait_is_the_total_time_in_next(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     made = stream(shards)
     clock = iter([10.0, 12.0, 20.0, 24.0])  # seconds at which two calls begin and end
     with monkeypatch.context() as patched:

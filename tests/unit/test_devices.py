@@ -1,4 +1,4 @@
-"""The device and the cores of a rank, and what is asked of a device: its memory, its joules."""
+"""Test the choice of device and cores for a rank, and the measurement of memory and energy."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ LONE = World(0, 0, 1, 1)
 GPU = torch.device("cuda", 0)
 
 
-def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_gets_its_own_gpu_and_additional_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto", World(1, 1, 2, 2)) == CPU
     (issue,) = raised_issues(choose_device, "cuda", LONE)
@@ -32,26 +32,26 @@ def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
-    for rank in range(4):  # also those for which there is one: they would wait for the others
+    for rank in range(4):  # also ranks that have a GPU, because they would wait for the others
         (issue,) = raised_issues(choose_device, "auto", World(rank, rank, 4, 4))
         assert (issue.setting, issue.other) == ("run.device", "--nproc")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for rank in range(4):  # each task sees its own as number 0: srun --gpus-per-task=1, --gpu-bind
+    for rank in range(4):  # each task sees its own GPU as number 0 (srun --gpus-per-task=1, --gpu-bind)
         assert choose_device("cuda", World(rank, rank, 4, 4)) == GPU
 
 
-def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
+def test_a_gpu_rank_enables_expandable_segments_unless_the_user_configures_the_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before CUDA starts, as its allocator reads the variable once."""
+    """The variable is set before CUDA starts, because the allocator reads it only once."""
     at_start: list[dict[str, str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: at_start.append(dict(os.environ)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for ours in ({}, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}):
-        monkeypatch.setattr(os, "environ", dict(ours))
+    for environ in ({}, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}):
+        monkeypatch.setattr(os, "environ", dict(environ))
         choose_device("auto", LONE)
-        expected = ours or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        expected = environ or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         assert (os.environ, at_start.pop()) == (expected, expected)
     monkeypatch.setattr(os, "environ", {})
     choose_device("cpu", LONE)
@@ -59,7 +59,7 @@ def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
 
 
 def machine(root: Path) -> Path:
-    """Write the sysfs of 2 x 4 physical cores with two threads each, as Linux numbers them, and two GPUs."""
+    """Write the sysfs files of three GPUs and two nodes, each with four cores of two threads."""
     texts = {"node/node0/cpulist": "0-3,8-11", "node/node1/cpulist": "4-7,12-15"}
     for core in range(16):
         texts[f"cpu/cpu{core}/topology/thread_siblings_list"] = f"{core % 8},{core % 8 + 8}"
@@ -69,7 +69,7 @@ def machine(root: Path) -> Path:
     return write_files(root, files | gpus)
 
 
-def test_topology_is_read(tmp_path: Path) -> None:
+def test_the_topology_is_read_from_sysfs(tmp_path: Path) -> None:
     nodes = {0: [0, 8, 1, 9, 2, 10, 3, 11], 1: [4, 12, 5, 13, 6, 14, 7, 15]}
     assert devices.cores_by_node(set(range(16)), machine(tmp_path)) == nodes
     assert devices.cores_by_node({3, 1}, tmp_path / "nothing") == {0: [1, 3]}
@@ -84,7 +84,7 @@ HALVES = ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
 @pytest.mark.parametrize(
     ("allowed", "wanted", "shares"),
     [
-        # CPU ranks keep to a node and to physical cores
+        # CPU ranks stay within a node and share no physical core
         (range(16), [None], (tuple(range(16)),)),
         (range(16), [None] * 2, HALVES),
         (range(16), [None] * 4, QUARTERS),
@@ -96,7 +96,7 @@ HALVES = ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
         (range(2), [1, 0], ((), (0, 1))),  # no core of node 1 is allowed
     ],
 )
-def test_cores_of_each_rank(tmp_path: Path, allowed: Any, wanted: Any, shares: Any) -> None:
+def test_cores_are_divided_between_ranks(tmp_path: Path, allowed: Any, wanted: Any, shares: Any) -> None:
     assert devices.core_shares(devices.cores_by_node(set(allowed), machine(tmp_path)), wanted) == shares
 
 
@@ -113,11 +113,11 @@ def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, no
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_lists_of_cores_are_the_kernels(cores: set[int]) -> None:
+def test_core_lists_survive_a_round_trip_through_the_kernel_format(cores: set[int]) -> None:
     assert devices.parse_cores(devices.format_cores(cores)) == sorted(cores)
 
 
-def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_bound_to_the_cores_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[tuple[int, ...]] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
@@ -125,13 +125,13 @@ def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     root, gpus = machine(tmp_path), ["0000:1a:00.0", "0001:e3:00.0"]
     assert devices.bind(1, 2, gpus, root).shares == HALVES
     assert bound == [HALVES[1]]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none of them near the second
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none is near the second GPU
     assert devices.bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
-    assert len(bound) == 1, "a rank without a share is not bound, and its threads are an equal part"
+    assert len(bound) == 1, "a rank without a share must not be bound and gets an equal part of the threads"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")
-def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
+def test_a_rank_bound_by_its_starter_keeps_its_cores() -> None:
     code = (
         "import os; from bert_dp.training.devices import bind\n"
         "mine = os.sched_getaffinity(0); placed = bind(0, 2)\n"
@@ -144,8 +144,8 @@ def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
     assert done.stdout.strip() == f"{{{one}}}", done.stderr
 
 
-def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the other ranks are not visible to it; what they are it is told."""
+def test_a_gpu_rank_queries_only_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank cannot see the GPUs of other ranks; it receives their addresses."""
     placed = mock.Mock(return_value=Placement(((0,), (1,)), 1))
 
     def properties(index: int) -> Any:
@@ -170,15 +170,15 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     ("value", "threads"),
     [("3", 3), (" 2 ", 2), ("4,2", 4), ("1", 1), ("", None), ("0", None), ("-1", None), ("x", None)],
 )
-def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None) -> None:
+def test_omp_num_threads_is_a_limit_if_it_is_a_number_above_0(value: str, threads: int | None) -> None:
     assert devices.omp_threads({"OMP_NUM_THREADS": value}) == threads
     under_torchrun = {"OMP_NUM_THREADS": value, "TORCHELASTIC_RUN_ID": "none"}
-    assert devices.omp_threads(under_torchrun) == (None if threads == 1 else threads), "its own 1 is no limit"
+    assert devices.omp_threads(under_torchrun) == (None if threads == 1 else threads), "torchrun's default"
 
 
 @pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 1, 1)])
 def test_threads_are_limited(monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int) -> None:
-    """OMP_NUM_THREADS says so, on any device; its share of the cores may be larger."""
+    """OMP_NUM_THREADS limits the threads on any device, even if the rank has more cores."""
     set_to: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", str(allowed))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -191,7 +191,7 @@ def test_threads_are_limited(monkeypatch: pytest.MonkeyPatch, given: int, allowe
 
 
 def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """glibc's M_MMAP_MAX is -4, M_TRIM_THRESHOLD -1."""
+    """In glibc, M_MMAP_MAX is -4 and M_TRIM_THRESHOLD is -1."""
     libc = mock.Mock()
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(devices, "bind", lambda *_: Placement(((0,),), 1))
@@ -199,18 +199,18 @@ def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.Monke
     set_affinity(CPU, LONE)
     set_affinity(GPU, LONE, [HostAndDevice("n1/1", "0000:1a:00.0")])
     assert libc.mallopt.call_args_list == [mock.call(-4, 0), mock.call(-1, -1)]
-    del libc.mallopt  # another libc
+    del libc.mallopt  # a libc without mallopt
     set_affinity(CPU, LONE)
 
 
-def test_peak_memory_is_resident_or_reserved_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_in_gib_is_resident_on_cpu_and_reserved_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**20))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
     assert (devices.peak_memory_gib(CPU), devices.peak_memory_gib(GPU)) == (3.0, 5.0)
 
 
-def test_joules_are_none_without_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joules_are_none_without_an_energy_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     driver: Any = ModuleType("pynvml")
     driver.NVMLError = type("NVMLError", (Exception,), {})
     driver.nvmlInit = lambda: None

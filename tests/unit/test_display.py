@@ -1,4 +1,4 @@
-"""What the console shows of a growing run directory."""
+"""Test the console display of a growing run directory."""
 
 import io
 import struct
@@ -23,7 +23,7 @@ from tests.report_fixture import evaluation, metrics
 CONFIG = make_config("schedule.steps=100")
 
 
-def test_tail_gives_whole_lines_once_in_bounded_memory(
+def test_tail_returns_whole_lines_once_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "f"
@@ -34,9 +34,9 @@ def test_tail_gives_whole_lines_once_in_bounded_memory(
     with path.open("a") as file:
         file.write("o\nthree\n")
     assert tail.lines() == (["two", "three"], False)
-    files.write_text(path, "new\n")  # replaced, as `cut_back` does
+    files.write_text(path, "new\n")  # replaced, as by `cut_back`
     assert tail.lines() == (["new"], True)
-    assert Tail(Path("/proc/self/mem")).lines() == ([], False), "EIO, as of a silent file server"
+    assert Tail(Path("/proc/self/mem")).lines() == ([], False), "a read error (EIO) must not raise"
     tail = Tail(path, skip_present=True)
     assert tail.lines() == ([], False)
     files.append_line(path, {})
@@ -59,7 +59,7 @@ def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
 
 
 def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path) -> None:
-    """Not what an earlier attempt has left, nor, of a run that was cut back, what it goes on from."""
+    """Lines of an earlier attempt, and lines kept when the records are cut back, are not shown again."""
     logged, evals = tmp_path / "metrics.jsonl", tmp_path / "evals.jsonl"
     write_lines(logged, map(metrics, range(10, 91, 10)))
     write_lines(evals, [evaluation(10, 1000, 7.0)])
@@ -85,7 +85,7 @@ def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path)
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The display's clock: `s` seconds."""
+    """Replace the display's clock by one that stands still at `s` seconds."""
     clock = SimpleNamespace(s=1000.0)
     monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: clock.s))
     return clock
@@ -99,8 +99,8 @@ def beat(tmp_path: Path, phase: str, step: int = 0, done: int = 0) -> None:
     path.write_bytes(struct.pack(f"@{len(files.BEAT_SLOTS)}q", *fields))
 
 
-def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: SimpleNamespace) -> None:
-    """A step of metrics.jsonl is 0.5 s and 1 % of the run."""
+def test_a_bar_names_the_phase_and_moves_between_log_lines(tmp_path: Path, now: SimpleNamespace) -> None:
+    """A step in metrics.jsonl takes 0.5 s and is 1 % of the run."""
     out = io.StringIO()
     console = Console(file=out, width=90, force_terminal=True, color_system=None)
     with Display(tmp_path, console, CONFIG) as display:
@@ -117,7 +117,7 @@ def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: 
             (2.0, True, 0, ("step", 21, 8), "training step 21, micro batch 8 | 44.0 % | left 28.0 s"),
             (0.0, True, 0, ("evaluate", 21), "evaluating | 44.0 %"),
             (1.0, True, 0, ("evaluate", 21, 3), "evaluating, batch 3 | 46.0 %"),
-            (28.0, True, 0, ("step", 22), "training step 22 | 100.0 %"),  # no second is left
+            (28.0, True, 0, ("step", 22), "training step 22 | 100.0 %"),  # less than a second is left
             (0.0, True, 0, ("save", 22), "saving | 100.0 %"),
         ):
             now.s += seconds
@@ -130,10 +130,10 @@ def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: 
             task = display._bar.tasks[0]
             assert task.description.replace(" | loss 7.6000 nats", "") == text
         assert task.completed == pytest.approx(1.0)
-    assert out.getvalue().count("global steps/s") == 1  # the whole line, once in ten seconds
+    assert out.getvalue().count("global steps/s") == 1  # the full line appears at most once in ten seconds
 
 
-def test_a_pipe_is_told_the_phase_after_a_long_silence(tmp_path: Path, now: SimpleNamespace) -> None:
+def test_the_phase_is_printed_to_a_pipe_after_a_long_silence(tmp_path: Path, now: SimpleNamespace) -> None:
     out, display = run_of(tmp_path)
     with display:
         for seconds, *at in ((29.0, "save", 0), (1.0, "save", 0), (9.0, "step", 5, 2), (21.0, "step", 5, 3)):
@@ -143,42 +143,42 @@ def test_a_pipe_is_told_the_phase_after_a_long_silence(tmp_path: Path, now: Simp
     assert out.getvalue().splitlines() == ["saving", "training step 5"]
 
 
-def say(tmp_path: Path, rank: int, text: str) -> None:
+def append_log(tmp_path: Path, rank: int, text: str) -> None:
     with (tmp_path / "logs" / f"rank-{rank}.log").open("a") as file:
         file.write(text)
 
 
-def test_the_lines_of_rank_0_are_shown_and_the_last_ones_at_the_end(tmp_path: Path) -> None:
+def test_the_lines_of_rank_0_are_shown_including_the_last_ones(tmp_path: Path) -> None:
     out, display = run_of(tmp_path)
     with display:
         for rank in range(2):
-            say(tmp_path, rank, f"\x1b[31mrank {rank}\x1b[0m\n10 %\r20 %\n\n")
+            append_log(tmp_path, rank, f"\x1b[31mrank {rank}\x1b[0m\n10 %\r20 %\n\n")
         files.append_line(tmp_path / "metrics.jsonl", metrics(10))
         display.poll()
-        say(tmp_path, 0, "last\n")
+        append_log(tmp_path, 0, "last\n")
         files.write_json(tmp_path / "summary.json", {"status": "done"})
     first, second, step, last = out.getvalue().splitlines()
     assert (first, second, last) == ("rank 0", "20 %", "last")
-    assert step.startswith("step 10 | "), "lines before a step stand before it"
+    assert step.startswith("step 10 | "), "earlier lines must come first"
 
 
-def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
-    """Its error file is there before its traceback; a rank that was killed leaves none, but the summary."""
+def test_no_line_is_shown_after_a_rank_has_failed(tmp_path: Path) -> None:
+    """A rank writes its error file before its traceback; after a killed rank, only the summary exists."""
     out, display = run_of(tmp_path)
     with display:
         (tmp_path / "logs" / "rank-1.error.json").write_text("{}")
-        say(tmp_path, 0, "Traceback\n")
+        append_log(tmp_path, 0, "Traceback\n")
         display.poll()
     assert out.getvalue() == ""
     (tmp_path / "logs" / "rank-1.error.json").unlink()
     out, display = io.StringIO(), Display(tmp_path, Console(file=out), CONFIG)
     with display:
-        say(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
+        append_log(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
         files.write_json(tmp_path / "summary.json", {"status": "failed"})
     assert out.getvalue() == ""
 
 
-def test_a_pipe_is_not_wrapped_and_may_be_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_to_a_pipe_is_not_wrapped_and_may_be_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, table = io.BytesIO(), Table(box=None, show_header=False, padding=0)
     table.add_row("1 ± 2")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
@@ -197,12 +197,12 @@ def test_lines_are_made_readable() -> None:
     numbers = ("step 10", "10.0 %", "7.8000 nats", "1.00e-03", "16.4 k tokens/s", "8 global", "2 min 05 s")
     assert all(number in part for number, part in zip(numbers, line.split(" | "), strict=True))
     assert "left" not in progress_line({})
-    assert progress_line(metrics(10)) == progress_line(metrics(10), eta=0.9), "saving comes after it"
+    assert progress_line(metrics(10)) == progress_line(metrics(10), eta=0.9), "saving still follows"
 
 
-def test_eta() -> None:
+def test_the_time_left_follows_the_pace_of_the_last_lines() -> None:
     lines: list[Any] = [{"elapsed_s": 10.0 + t, "progress": t / 100} for t in range(1, 51)]
-    # the pace of the last twenty, whatever came before
+    # only the pace of the last twenty lines counts
     slow = [{"elapsed_s": 1.0, "progress": 0.001}, {"elapsed_s": 9.0, "progress": 0.002}]
     unknown = {"elapsed_s": 59.5, "progress": None}
     assert eta_s(lines) == eta_s([*slow, *lines]) == eta_s([*lines[:-1], unknown, lines[-1]]) == 50
@@ -217,7 +217,7 @@ def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path) -> None:
     note, newest = "some lines are omitted; see logs/rank-0.log", [f"line {n}" for n in range(950, 1000)]
     with display:
         for count in (1000, 1000, 3, 1000):
-            say(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000 - count, 1000)))
+            append_log(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000 - count, 1000)))
             display.poll()
     shown = out.getvalue().splitlines()
-    assert shown == [note, *newest, *newest, *newest[-3:], note, *newest], "a new flood is noted anew"
+    assert shown == [note, *newest, *newest, *newest[-3:], note, *newest], "each flood needs its own note"

@@ -1,4 +1,4 @@
-"""Which rank this is, what ranks say to each other, and one clock for all."""
+"""Test rank variables, rendezvous, collectives of host values, and the shared clock."""
 
 import json
 import os
@@ -30,14 +30,14 @@ OPEN_MPI = {
 LONE = World(0, 0, 1, 1)
 
 
-# --- who am I
+# --- rank variables
 
 
 @pytest.mark.parametrize(
     ("environ", "world"),
     [
         ({}, LONE),
-        ({"PATH": "/bin", "RANK": "1"}, LONE),  # half a scheme is none
+        ({"PATH": "/bin", "RANK": "1"}, LONE),  # an incomplete set of variables is ignored
         (TORCHRUN, World(5, 1, 8, 4)),
         (SLURM, World(3, 1, 4, 2)),
         (OPEN_MPI, World(2, 0, 6, 2)),
@@ -50,11 +50,11 @@ LONE = World(0, 0, 1, 1)
         ({**DEEPSPEED, "LOCAL_SIZE": "4"}, World(5, 1, 8, 4)),
         ({**TORCHRUN, "LOCAL_SIZE": "2"}, World(5, 1, 8, 4)),
         ({k: v for k, v in SLURM.items() if k != NODE_TASKS}, World(3, 1, 4, 4)),
-        # sbatch sets these in its script too; only srun makes ranks of a step
+        # sbatch sets these in its script too, but only srun starts ranks
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}, LONE),
     ],
 )
-def test_read_world(environ: dict[str, str], world: World) -> None:
+def test_the_world_is_read_from_every_launchers_variables(environ: dict[str, str], world: World) -> None:
     assert read_world(environ) == world
 
 
@@ -70,19 +70,19 @@ def test_read_world(environ: dict[str, str], world: World) -> None:
         (TORCHRUN, {"LOCAL_WORLD_SIZE": "0"}),
     ],
 )
-def test_bad_variables_are_named(scheme: dict[str, str], changed: dict[str, str]) -> None:
+def test_invalid_rank_variables_are_named(scheme: dict[str, str], changed: dict[str, str]) -> None:
     (line,) = issues_of(read_world, {**scheme, **changed})
     assert next(iter(scheme)) in line
 
 
 @pytest.mark.parametrize("world", [LONE, World(5, 1, 8, 4), World(3, 0, 4, 1)])
-def test_packages_that_read_torchruns_variables_alone_are_told_the_same(world: World) -> None:
+def test_packages_that_read_only_torchruns_variables_see_the_same_world(world: World) -> None:
     assert standard_variables(world, None).keys() == TORCHRUN.keys()
     assert read_world({**SLURM, **standard_variables(world, None)}) == world
     assert standard_variables(world, 0) == {**standard_variables(world, None), "LOCAL_RANK": "0"}
 
 
-def test_several_ranks_without_a_place_to_meet_are_refused() -> None:
+def test_several_ranks_without_a_rendezvous_are_refused() -> None:
     two, here = World(0, 0, 2, 2), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     check_rendezvous(LONE, {})
     check_rendezvous(two, here)
@@ -96,14 +96,14 @@ def test_several_ranks_without_a_place_to_meet_are_refused() -> None:
         assert issue.setting == missing
 
 
-def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun starts ranks again beside the file of those that failed, which would count as being there."""
-    asked: list[Any] = []
+def test_each_attempt_has_its_own_rendezvous_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When torchrun restarts ranks, the old file still exists and lists the failed ranks as present."""
+    calls: list[Any] = []
 
     def of_torch(url: str, rank: int, size: int, timeout: Any) -> Any:
         store = torch.distributed.HashStore()
         store.set("place-1", json.dumps(["n2/1", None]))
-        asked.append((url, rank, size, timeout))
+        calls.append((url, rank, size, timeout))
         yield store, rank, size
 
     monkeypatch.setattr(distributed, "torch_rendezvous", of_torch)
@@ -116,17 +116,17 @@ def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("BERT_DP_INIT_FILE")
     distributed.rendezvous(World(0, 0, 2, 1), CPU)
     urls = ("file:///x/store-0", "file:///x/store-3", "env://")
-    assert asked == [(url, 0, 2, distributed.TIMEOUT) for url in urls]
+    assert calls == [(url, 0, 2, distributed.TIMEOUT) for url in urls]
 
 
 @pytest.mark.parametrize(
     ("device", "backend", "bound"),
     [(CPU, "gloo", None), (torch.device("cuda", 1), "nccl", torch.device("cuda", 1))],
 )
-def test_gradients_go_by_nccl_on_gpus_and_everything_else_by_gloo(
+def test_gradients_use_nccl_on_gpus_and_everything_else_uses_gloo(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str, bound: torch.device | None
 ) -> None:
-    """With one patience: a group that gives up before the other names the wrong collective."""
+    """Both groups have one timeout, because a group that times out first names the wrong collective."""
     begun: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda name, **how: begun.append((name, how))
@@ -140,10 +140,10 @@ def test_gradients_go_by_nccl_on_gpus_and_everything_else_by_gloo(
     assert side == ("gloo", {"timeout": distributed.TIMEOUT})
 
 
-# --- places
+# --- hosts and devices
 
 
-def test_ranks_that_have_one_gpu_are_refused() -> None:
+def test_ranks_that_share_a_gpu_are_refused() -> None:
     here = [
         HostAndDevice("n1/1", "0000:1a:00.0"),
         HostAndDevice("n1/1", "0000:1b:00.0"),
@@ -158,7 +158,7 @@ def test_ranks_that_have_one_gpu_are_refused() -> None:
 @pytest.mark.parametrize(
     ("nodes", "spread"), [("aabb", None), ("aaaabb", None), ("abab", "ranks 0, 1 "), ("aaab", "ranks 2, 3 ")]
 )
-def test_the_ranks_of_a_replica_or_a_shard_set_share_a_node(nodes: str, spread: str | None) -> None:
+def test_the_ranks_of_a_replica_or_a_shard_set_must_share_a_node(nodes: str, spread: str | None) -> None:
     places = [HostAndDevice(f"{node}/0", f"0000:{i:02x}:00.0") for i, node in enumerate(nodes)]
     check_places(places, {})
     hybrid = make_config("parallel.engine=fsdp", f"parallel.fsdp_replicas={len(nodes) // 2}")
@@ -170,10 +170,10 @@ def test_the_ranks_of_a_replica_or_a_shard_set_share_a_node(nodes: str, spread: 
         assert (issue.setting, issue.value, spread in issue.message) == (max(sets, key=sets.get), 2, True)
 
 
-# --- talking
+# --- communication
 
 
-def test_a_lone_rank_talks_to_itself() -> None:
+def test_a_lone_rank_needs_no_process_group() -> None:
     comm = connect(LONE, CPU)
     assert not torch.distributed.is_initialized()
     check_comm(comm, [7.5])
@@ -181,13 +181,13 @@ def test_a_lone_rank_talks_to_itself() -> None:
 
 
 def check_comm(comm: HostCollectives, values: list[float]) -> None:
-    """`values`: what each rank says, by rank."""
+    """Check every collective; rank r contributes `values[r]`."""
     rank, size = comm.world.rank, comm.world.size
     gathered = comm.all_gather([values[rank], float(rank)])
     assert gathered.dtype == torch.float64
     assert gathered.tolist() == [[value, float(r)] for r, value in enumerate(values)]
     third = comm.all_gather([1 / 3 + rank])
-    assert third.flatten().tolist() == [1 / 3 + r for r in range(size)]  # doubles, unrounded
+    assert third.flatten().tolist() == [1 / 3 + r for r in range(size)]  # doubles stay unrounded
     assert comm.max_async([float(rank), -float(rank), values[rank]])() == [float(size - 1), 0.0, max(values)]
     for value in ({"a": [1, None, "ü"], "rank": 0}, "", [], None, "x" * 10_000):
         assert comm.broadcast(value if rank == 0 else "not this") == value
@@ -195,7 +195,7 @@ def check_comm(comm: HostCollectives, values: list[float]) -> None:
 
 
 class FakeTime:
-    """A clock of its own on each rank: another origin and another rate."""
+    """Clock whose origin and rate differ between ranks."""
 
     def __init__(self, start: float, rate: float):
         self.value, self.rate = start, rate
@@ -208,7 +208,7 @@ class FakeTime:
 
 
 def check_clock(comm: HostCollectives) -> None:
-    """Of a run that goes on after 50 s: seven steps, and an evaluation of 100 s after the third."""
+    """Check the clock of a run resumed at 50 s: seven steps, and an evaluation of 100 s after the third."""
     rank, size = comm.world.rank, comm.world.size
     now = FakeTime(start=1000.0 * (rank + 1), rate=1.0 + rank)
     clock = SharedClock(comm, elapsed_s=50.0, now=now)
@@ -220,38 +220,38 @@ def check_clock(comm: HostCollectives) -> None:
         clock.end_step()
         now.pass_(pause_s)
     clock.finish()
-    # as saved; as read; then what rank 0 read one step before, plus the step before that; never less
+    # the saved value, a reading, then rank 0's previous reading plus the step before it; never decreasing
     expected = [(seconds, Stop()) for seconds in (50.0, 60.0, 67.0, 100.0, 200.0, 210.0, 2200.0)]
     assert ticks == expected
     assert comm.all_gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
-    assert clock.elapsed_s() == 50.0 + 1170.0 * (1.0 + rank)  # its own reading
-    assert (clock.shared_elapsed_s, clock.pause_since(50.0)) == (2200.0, 1170.0)  # rank 0's, on every rank
+    assert clock.elapsed_s() == 50.0 + 1170.0 * (1.0 + rank)  # each rank's own reading
+    assert (clock.shared_elapsed_s, clock.pause_since(50.0)) == (2200.0, 1170.0)  # from rank 0
     assert clock.spent_s() == max(2200.0, clock.elapsed_s())
-    assert clock.exchange(Stop())[0] == 2200.0, "never falls"
+    assert clock.exchange(Stop())[0] == 2200.0, "the clock must not decrease"
     clock.finish()
-    clock.finish()  # twice is harmless
+    clock.finish()  # a second call has no effect
 
 
 def exchanged(comm: HostCollectives, *stops: Stop) -> list[Stop]:
-    """What a rank that asks for these, one after the other, hears."""
+    """Return the stop requests that are received when this rank sends `stops` one after the other."""
     clock = SharedClock(comm, now=lambda: 0.0)
-    heard = []
+    received = []
     for stop in stops:
-        heard.append(clock.exchange(stop)[1])
+        received.append(clock.exchange(stop)[1])
         clock.end_step()
     clock.finish()
-    return heard
+    return received
 
 
 def check_signal(comm: HostCollectives, sender: int) -> None:
-    """A signal on one rank reaches all at one tick, the next."""
+    """Check that a signal on one rank reaches all ranks at the next exchange."""
     sent = [Stop(15 if comm.world.rank == sender and i >= 2 else 0) for i in range(5)]
     signals = [float(stop.signal) for stop in exchanged(comm, *sent)]
     assert comm.all_gather(signals).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
 
 
 def check_polling(comm: HostCollectives) -> None:
-    """Asking passes signals on and reads no clock: the next tick gives what the last one sent."""
+    """Check that `poll_stop` exchanges no time, so that the next `exchange` returns the time already sent."""
     now = FakeTime(start=0.0, rate=1.0)
     clock = SharedClock(comm, now=now)
     mine = Stop(15 if comm.world.rank == comm.world.size - 1 else 0)
@@ -259,7 +259,7 @@ def check_polling(comm: HostCollectives) -> None:
     now.pass_(10.0)
     clock.end_step()
     assert clock.poll_stop(Stop()) == Stop()
-    assert clock.poll_stop(mine) == Stop(15)  # nothing was sent ahead
+    assert clock.poll_stop(mine) == Stop(15)  # no time was sent in advance
     assert clock.exchange(Stop()) == (10.0, Stop())
     now.pass_(10.0)
     clock.end_step()
@@ -270,7 +270,7 @@ def check_polling(comm: HostCollectives) -> None:
 
 
 def check_two_signals(comm: HostCollectives) -> None:
-    """Two ranks with different signals agree on one, and a failure is no signal."""
+    """Check that ranks with different signals agree on one, and that a failure is exchanged separately."""
     mine = Stop(10 + comm.world.rank, failed=comm.world.rank == comm.world.size - 1)
     assert exchanged(comm, mine, mine) == [Stop(9 + comm.world.size, failed=True)] * 2
     assert Stop(failed=True)
@@ -279,7 +279,7 @@ def check_two_signals(comm: HostCollectives) -> None:
 
 
 def check_values(comm: HostCollectives) -> None:
-    """Each rank's own, of any length, in rank order."""
+    """Check that `gather_json` returns the values of all ranks, of any length, in rank order."""
     rank, size = comm.world.rank, comm.world.size
     values = [{"rank": r, "text": "ü" * 100 * r, "none": None} for r in range(size)]
     assert distributed.gather_json(values[rank], None, CPU) == values
@@ -287,7 +287,7 @@ def check_values(comm: HostCollectives) -> None:
 
 
 def check_bus_bandwidth(comm: HostCollectives) -> None:
-    """As nccl-tests define it: what a ring of N sends of each byte, 2 (N - 1) / N."""
+    """Check the definition of nccl-tests: a ring of N ranks sends 2 (N - 1) / N bytes for each byte."""
     result, size = all_reduce._time_all_reduce(4096, 0.0, CPU), comm.world.size
     sent = result["bytes"] * 2 * (size - 1) / size
     assert result["busbw_gb_s"] == pytest.approx(sent / result["seconds_median"] / 1e9)
@@ -310,15 +310,15 @@ def check_everything() -> None:
     check_bus_bandwidth(comm)
     comm.barrier()
     disconnect()
-    disconnect()  # twice is harmless
+    disconnect()  # a second call has no effect
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_talk_and_share_a_clock(size: int) -> None:
-    run_ranks(size, check_everything)  # raises what one raises
+def test_several_ranks_communicate_and_share_a_clock(size: int) -> None:
+    run_ranks(size, check_everything)  # raises the error of any rank
 
 
-def test_a_group_of_one_rank_talks_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_of_one_rank_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.delenv("BERT_DP_INIT_FILE", raising=False)
@@ -331,11 +331,11 @@ def test_a_group_of_one_rank_talks_to_itself(tmp_path: Path, monkeypatch: pytest
         check_values(comm)
     finally:
         disconnect()
-    assert list(tmp_path.iterdir()) == []  # nothing is left where temporary files go
+    assert list(tmp_path.iterdir()) == []  # no temporary file is left
     assert not torch.distributed.is_initialized()
 
 
-def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_collectives_are_the_newest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = {"process_group": ["7", "a name"], "profiling_name": "gloo:_all_gather"}
     entries: list[Any] = [{**entry, "collective_seq_id": number} for number in range(5)]
     entries[-1] |= {"state": "started", "input_sizes": [[3, 2]]}
@@ -343,11 +343,11 @@ def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.Monkey
     recorded = json.dumps({"entries": entries})
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: recorded, raising=False)
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", raising=False)
-    told = {"group": "7", "operation": "all_gather"}
+    common = {"group": "7", "operation": "all_gather"}
     assert distributed.recent_collectives(2) == [
-        {**told, "sequence": 3, "sizes": [], "state": "unknown"},
-        {**told, "sequence": 4, "sizes": [[3, 2]], "state": "started"},
+        {**common, "sequence": 3, "sizes": [], "state": "unknown"},
+        {**common, "sequence": 4, "sizes": [[3, 2]], "state": "started"},
     ]
-    entries[-1]["is_p2p"] = True  # no collective: the other ranks have none of that number
+    entries[-1]["is_p2p"] = True  # not a collective, so the other ranks have no entry with this number
     recorded = json.dumps({"entries": entries})
     assert [each["sequence"] for each in distributed.recent_collectives()] == [0, 1, 2, 3]

@@ -1,5 +1,5 @@
-"""Transfer sets, the teacher's logits, words that a language model draws, losses, embeddings, and the BiLSTM
-beside torch's own."""
+"""Test distillation: transfer sets, teacher logits, words sampled by a language model, losses, embeddings,
+and the BiLSTM against torch's LSTM."""
 
 import dataclasses
 import math
@@ -57,20 +57,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "mlm": small,
         "teacher": finetuned(config_of("bert-simple", model=bert), "native"),
         "student": student_config(),
-        "of pairs": student_config(finetune={"pair": True}),
+        "student of pairs": student_config(finetune={"pair": True}),
     }
     return {name: write_run(folder / name, config) for name, config in configs.items()}
 
 
 def edit(examples: Path, part: str, **changes: Any) -> None:
-    """Change a part of the manifest of examples."""
+    """Change a section of the examples' manifest."""
     content = read_json(examples / "examples.json")
     (content["splits"]["train"] if part == "train" else content[part]).update(changes)
     write_json(examples / "examples.json", {**content, "hash": manifest_hash(content)})
 
 
 def rows_of(examples: Path) -> list[list[int]]:
-    """The tokens of each example of train."""
+    """Return the tokens of each training example."""
     train = Examples.open(examples, read_examples(examples), "train")
     return [train.tokens(i).tolist() for i in range(len(train))]
 
@@ -78,7 +78,7 @@ def rows_of(examples: Path) -> list[list[int]]:
 def test_any_number_of_ranks_computes_the_same_logits(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of pairs, by a teacher with token types."""
+    """The examples are pairs, and the teacher has token types."""
     monkeypatch.setattr(teacher, "EXAMPLES_PER_FILE", 9)
     examples = write_examples(tmp_path / "examples", train=40, vocab_size=VOCABULARY)
     middle = rows_of(examples)[0][1]
@@ -91,7 +91,7 @@ def test_any_number_of_ranks_computes_the_same_logits(
         files.append({path.name: path.read_bytes() for path in out.iterdir()})
     assert len(files[0]) == 5
     assert files[1] == files[2] == files[0]
-    monkeypatch.setattr(teacher, "outputs_of", None)  # what is there is not computed again
+    monkeypatch.setattr(teacher, "outputs_of", None)  # existing logits are not computed again
     teacher.compute_share(runs["teacher"] / SAVED, examples, tmp_path / "n1", 0, 1, CPU)
     model, _ = bert_dp.load(runs["teacher"])
     batches = [torch.tensor([row]) for row in rows_of(examples)]
@@ -109,7 +109,9 @@ def test_logits_that_are_missing_or_not_finite_are_refused(tmp_path: Path) -> No
         assert (issue.setting, issue.kind) == ("distill.logits", "damaged")
 
 
-def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_fills_only_the_holes(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ExampleEncoder.load(runs["mlm"] / "tokenizer.json", 32)
     marked = dataclasses.replace(words, marks={MASK: words.special["mask"], HOLE: HOLE_ID})
     texts = [f"the {HOLE} of an {MASK} ship", f"{HOLE} {HOLE}", "no hole", *(f"{x} {HOLE}" for x in WORDS)]
@@ -135,7 +137,7 @@ def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: py
 @pytest.mark.parametrize(
     "distill", [{}, {"alpha": 0.25}, {"loss": "kl", "temperature": 2.0}, {"alpha": 1.0}], ids=str
 )
-def test_the_loss_is_the_one_of_the_papers(distill: dict[str, Any]) -> None:
+def test_the_loss_equals_the_formula_of_the_papers(distill: dict[str, Any]) -> None:
     task = Distillation(student_config(distill=distill), CPU)
     logits, teacher_BL = torch.randn(2, 5, 3)
     batch = dataclasses.replace(task.example_batch(5), logits_BL=teacher_BL)
@@ -150,7 +152,7 @@ def test_the_loss_is_the_one_of_the_papers(distill: dict[str, Any]) -> None:
     torch.testing.assert_close(loss, alpha * against_labels + (1 - alpha) * against_teacher)
 
 
-def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
+def test_the_labels_of_augmented_copies_are_the_teachers_predictions(tmp_path: Path) -> None:
     examples = write_examples(tmp_path, train=6, vocab_size=VOCABULARY)
     edit(examples, "train", copies=2)
     logits = np.eye(3, dtype=np.float32)[[2, 2, 2, 2, 1, 0]]
@@ -165,7 +167,7 @@ def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
     assert torch.equal(batch.logits_BL, torch.from_numpy(logits[chosen]))  # type: ignore[arg-type]
 
 
-def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_embeddings_are_loaded_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
     words = Tokenizer.from_file(str(runs["mlm"] / "tokenizer.json"))
     table, _ = bert_dp.load(runs["mlm"])
     weight = torch.zeros(VOCABULARY, 24)
@@ -183,7 +185,7 @@ def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: P
         assert issue.setting == "distill.embeddings"
 
 
-def test_what_a_student_cannot_do_is_refused() -> None:
+def test_settings_that_a_student_does_not_support_are_refused() -> None:
     scores = {"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}
     for setting, ranks, sections in (
         ("parallel.tensor", 2, {"parallel": {"tensor": 2}}),
@@ -195,7 +197,7 @@ def test_what_a_student_cannot_do_is_refused() -> None:
         assert setting in [issue.setting for issue in issues]
 
 
-@pytest.mark.parametrize("name", ["student", "of pairs"])
+@pytest.mark.parametrize("name", ["student", "student of pairs"])
 def test_a_student_loads_predicts_and_exports_to_onnx(
     name: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -243,7 +245,7 @@ def random_rows(*lengths: int) -> list[list[int]]:
 
 
 def states_by_torch(model: BiLstm, row: list[int]) -> Tensor:
-    """The last states of torch's bidirectional LSTM with the same weights on one unpadded sentence."""
+    """Return the last states of torch's bidirectional LSTM, with equal weights, for one unpadded sentence."""
     own = nn.LSTM(12, 7, bidirectional=True, batch_first=True)
     reverse = {f"{name}_reverse": value for name, value in model.right_to_left.state_dict().items()}
     own.load_state_dict(model.left_to_right.state_dict() | reverse)
@@ -251,7 +253,7 @@ def states_by_torch(model: BiLstm, row: list[int]) -> Tensor:
     return last_21H.transpose(0, 1).flatten(1)
 
 
-def test_it_equals_torchs_lstm_on_unpadded_sentences_and_on_each_text_of_a_pair() -> None:
+def test_the_bilstm_equals_torchs_lstm_on_unpadded_sentences_and_on_each_text_of_a_pair() -> None:
     model, rows = model_of().eval(), random_rows(9, 1, 4, 12)
     states = torch.cat([states_by_torch(model, row) for row in rows])
     expected = model.classifier(model.dense(states).relu())
@@ -274,10 +276,10 @@ def test_padding_changes_neither_the_loss_nor_dropout_nor_gradients(pair: bool) 
     short, long = (torch.autograd.grad(loss, list(model.parameters())) for loss in losses)
     for gradient, other in zip(short, long, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
-    assert not short[0][PAD].any(), "the embedding's"
+    assert not short[0][PAD].any(), "the embedding of padding must have no gradient"
 
 
-def test_the_formula_counts_its_parameters_which_follow_from_the_seed() -> None:
+def test_the_seed_determines_the_bilstm_and_cost_formulas_count_its_parameters() -> None:
     model, again = model_of(), model_of().state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
     assert again["embedding.weight"].std() == pytest.approx(0.25 / 3**0.5, rel=0.05)
@@ -298,11 +300,10 @@ def upper(text: str, index: int, draw: Random) -> str:
     return text.split()[index].upper()
 
 
-KEEP, WHOLE = 0.2, 0.25  # the least by which a word stays, and a text is not cut
+KEEP, WHOLE = 0.2, 0.25  # the smallest draws that keep a word and that leave a text uncut
 
 
-def test_golden_copies() -> None:
-    """By the numbers that are drawn."""
+def test_copies_depend_only_on_the_drawn_numbers() -> None:
     for expected, numbers in (
         (f"a {MASK} film with no plot", [KEEP, 0.0999, *[KEEP] * 4, WHOLE]),
         ("A fine film with no PLOT", [0.1, *[KEEP] * 4, 0.1999, WHOLE]),
@@ -317,7 +318,7 @@ def test_golden_copies() -> None:
         assert augment.changed(text, upper, draw) == expected
 
 
-def test_a_word_is_replaced_by_those_of_its_tag_by_their_frequency() -> None:
+def test_a_word_is_replaced_by_words_of_its_tag_in_proportion_to_their_frequency() -> None:
     texts = ["dog dog cat Run", "dog Run Walk"]
     replace = augment.SameTagWords(texts, lambda words: [str(word[0].isupper()) for word in words])
     draw = Random(0)
@@ -326,7 +327,7 @@ def test_a_word_is_replaced_by_those_of_its_tag_by_their_frequency() -> None:
     assert [nouns["dog"], verbs["Run"]] == pytest.approx([7500, 6667], abs=130)  # 3 standard deviations
 
 
-def test_a_copy_follows_from_its_numbers_and_changes_one_text_of_a_pair_or_both() -> None:
+def test_a_copy_depends_on_seed_example_and_copy_number_and_changes_one_or_both_texts() -> None:
     pair = (TEXT, "it was all over by then")
     for copy, changing in enumerate([{0}, {1}, {0, 1}] * 2):
         copies, again, other = (
@@ -344,7 +345,7 @@ def custom(folder: Path, *rows: str, header: str = "text,label") -> CustomData:
     return CustomData(names, Columns(("text",), "label"), None, finds_pair=True)
 
 
-def test_copies_stand_behind_the_examples_without_duplicates(tmp_path: Path) -> None:
+def test_copies_follow_the_examples_without_duplicates(tmp_path: Path) -> None:
     data = custom(tmp_path, f"{TEXT},good", "bad,bad", "so bad,bad")
     fewer, more = (AugmentedData(data, 3, copies, "none") for copies in (20, 21))
     table = fewer.read(train_only=False).tables["train"]
@@ -356,7 +357,7 @@ def test_copies_stand_behind_the_examples_without_duplicates(tmp_path: Path) -> 
     assert more.identity() != fewer.identity()
 
 
-def test_a_mask_in_a_text_becomes_the_token(tmp_path: Path) -> None:
+def test_a_mask_in_a_text_becomes_the_mask_token(tmp_path: Path) -> None:
     for model, kept in (("wordpiece", True), ("byte_bpe", False)):
         words = tokenizer.train([TEXT] * 9, model=model, vocab_size=300, with_normalizer=kept)  # type: ignore[arg-type]
         words.save(str(tmp_path / "tokenizer.json"))
@@ -369,7 +370,7 @@ def test_a_mask_in_a_text_becomes_the_token(tmp_path: Path) -> None:
         assert mask not in plain.encode([(f"a {MASK}",)]).ids
 
 
-def test_a_file_of_logits_takes_the_place_of_train(tmp_path: Path) -> None:
+def test_a_file_of_logits_replaces_the_training_examples(tmp_path: Path) -> None:
     file = tmp_path / "l.jsonl"
     write_lines(file, [{"text": "x y", "logits": [1, -2.5]}, {"text": "z", "logits": [0, 1]}])
     labelled = LogitsData(custom(tmp_path, "one,good", "two,bad"), str(file)).read(train_only=False)
@@ -381,7 +382,7 @@ def test_a_file_of_logits_takes_the_place_of_train(tmp_path: Path) -> None:
     assert answers(labelled.logits[:, :1], "regression").tolist() == [1, 0]
 
 
-def test_bad_logits_are_refused(tmp_path: Path) -> None:
+def test_invalid_logits_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "l.jsonl"
     single = custom(tmp_path, "one,good", "two,bad")
     (tmp_path / "pairs").mkdir()
@@ -400,7 +401,7 @@ def test_bad_logits_are_refused(tmp_path: Path) -> None:
         assert (issue.setting, issue.kind) == (str(file), kind)
 
 
-def test_the_tagger_is_that_of_the_extra_or_is_named() -> None:
+def test_the_tagger_is_loaded_or_its_missing_package_is_named() -> None:
     if find_spec("HanTa") is None:
         (issue,) = raised_issues(augment.load_tagger)
         assert (issue.setting, issue.kind, issue.value) == ("--replace", "needs_package", "HanTa")

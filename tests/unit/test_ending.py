@@ -1,5 +1,5 @@
-"""How workers are started and end, on a clock that the test turns: the time they have to save, what a second
-signal does, and what is killed after a launcher that died."""
+"""Test how workers start and end, with a fake clock: the time to save, repeated signals, and the reaper that
+kills the workers of a dead launcher."""
 
 import contextlib
 import io
@@ -45,11 +45,11 @@ RAISE = (
     "import json; json.dump({'rank': 1, 'time_ns': 1, 'message': 'RuntimeError: no', 'kind': 'host_memory'}, "
     "open('logs/rank-1.error.json', 'w'))"
 )
-ENDLESS = 500  # seconds; a run that is not ended by then never is
+ENDLESS = 500  # seconds after which a run counts as endless
 
 
 class Clock:
-    """A second passes whenever it is looked at, but none before `waits_for` is there."""
+    """Clock that advances by a second at each reading, or stands still until the file `waits_for` exists."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -59,19 +59,19 @@ class Clock:
     def monotonic(self) -> float:
         if self.waits_for is None or self.waits_for.exists():
             self.now += 1
-        assert self.now < ENDLESS, "the run is not ended"
+        assert self.now < ENDLESS, "the run was not ended"
         return self.now
 
 
 def start_with(monkeypatch: pytest.MonkeyPatch, place: Path, *words: str) -> None:
-    """Python with these words, in `place`, stands for the tool that starts the ranks."""
+    """Replace the tool that starts the ranks by `python WORDS` in the directory `place`."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, *words])
 
 
 @pytest.fixture
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of a run with one worker that notes its signals and goes on for ever."""
+    """Prepare a run with one worker that records its signals and never ends, and return its clock."""
     clock = Clock()
     start_with(monkeypatch, tmp_path, "-c", LAUNCHER, STUBBORN)
     monkeypatch.setattr(processes, "time", clock)
@@ -80,14 +80,14 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def raised(rank: int, **facts: Any) -> None:
-    """What a rank leaves that has failed."""
+    """Write the error file of a failed rank."""
     facts = {"error_type": "ValueError", "message": "ValueError: no", **facts}
     path = Path("logs") / f"rank-{rank}.error.json"
     path.write_text(json.dumps({"rank": rank, "time_ns": 1, **facts}))
 
 
 def once_ready(act: Callable[[], None]) -> Callable[[], None]:
-    """What is done at the first poll at which the worker is ready."""
+    """Return a poll callback that calls `act` once, at the first poll after the worker is ready."""
     done: list[bool] = []
 
     def on_poll() -> None:
@@ -107,9 +107,9 @@ def test_a_worker_that_never_ends_is_killed_after_the_grace_period(tmp_path: Pat
     lines: list[str] = []
     ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), once_ready(stop), log=lines.append)
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
-    assert [line.partition(";")[0] for line in lines] == ["SIGTERM: stopping"], "at once, and once"
+    assert [line.partition(";")[0] for line in lines] == ["SIGTERM: stopping"], "logged only once"
     assert 100 < clock.now < 110
-    assert (tmp_path / "signals").read_text() == "15\n"  # it was told once
+    assert (tmp_path / "signals").read_text() == "15\n"  # the signal was forwarded once
 
 
 HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
@@ -118,14 +118,15 @@ HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
 @pytest.mark.parametrize(
     ("sent", "counted"),
     [
-        ([(HUP, 1.0), (HUP, 1.1), (TERM, 1.4), (INT, 1.5)], [HUP, INT]),  # by its shell, and by the kernel
+        # the shell and the kernel both send SIGHUP
+        ([(HUP, 1.0), (HUP, 1.1), (TERM, 1.4), (INT, 1.5)], [HUP, INT]),
         ([(TERM, 1.0), (TERM, 1.01), (HUP, 1.1), (TERM, 1.7), (TERM, 1.8)], [TERM, TERM, TERM]),
     ],
 )
-def test_signals_at_once_are_one(
+def test_signals_in_quick_succession_count_as_one(
     monkeypatch: pytest.MonkeyPatch, sent: list[tuple[int, float]], counted: list[int]
 ) -> None:
-    """A terminal that closes and `timeout` send several; a user who presses twice means it."""
+    """A closing terminal and `timeout` send several signals at once; a later signal comes from the user."""
     times = iter([now for _, now in sent])
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(times)))
     with processes.stop_signals() as came:
@@ -134,7 +135,7 @@ def test_signals_at_once_are_one(
     assert came == counted
 
 
-def test_what_nohup_ignores_stops_nothing() -> None:
+def test_a_signal_ignored_by_nohup_does_not_stop_a_run() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with processes.stop_signals() as came:
@@ -146,9 +147,9 @@ def test_what_nohup_ignores_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, clock: Clock) -> None:
+def test_a_save_in_progress_when_a_rank_fails_may_finish(tmp_path: Path, clock: Clock) -> None:
     unfinished = [tmp_path / "checkpoints" / f"step-0000000{step}.tmp-0" for step in (2, 3)]
-    unfinished[0].mkdir(parents=True)  # left behind by a rank that was killed before
+    unfinished[0].mkdir(parents=True)  # left by a rank that was killed earlier
     processes.run(tmp_path, RankStart(1, []), once_ready(lambda: raised(1)))
     soon = clock.now
     assert soon < processes.KILL_AFTER_FAILURE_S + 10 < processes.SAVE_AFTER_FAILURE_S
@@ -164,17 +165,17 @@ def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, cloc
     assert processes.SAVE_AFTER_FAILURE_S < took < processes.SAVE_AFTER_FAILURE_S + 10
 
 
-def test_a_silent_file_server_ends_no_run(
+def test_an_unresponsive_file_server_does_not_end_a_run(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank is ended by the signal that comes when it answers again; the display looks there too."""
-    glob, asked = Path.glob, list[str]()
+    """A signal ends the run when the server answers again. The display reads from the same server."""
+    glob, failed = Path.glob, list[str]()
 
     def unanswered(path: Path, pattern: str) -> Iterator[Path]:
-        if pattern != "rank-*.error.json" or len(asked) >= 20:
+        if pattern != "rank-*.error.json" or len(failed) >= 20:
             return glob(path, pattern)
-        asked.append(pattern)
-        if len(asked) == 20:
+        failed.append(pattern)
+        if len(failed) == 20:
             stop()
         raise OSError(5, "Input/output error")
 
@@ -188,16 +189,16 @@ def test_a_silent_file_server_ends_no_run(
 
         ended = processes.run(tmp_path, RankStart(1, [], grace_s=50.0), on_poll)
         monkeypatch.undo()
-    assert len(asked) == 20
+    assert len(failed) == 20
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
-def test_ranks_that_outlive_a_failed_one_are_ended_soon(
+def test_ranks_that_outlive_a_failed_rank_are_killed_soon(
     tmp_path: Path, clock: Clock, is_stopping: bool
 ) -> None:
-    """With the cause of the one that failed, and without a signal to them unless one came before; the summary
-    of an earlier start says nothing of this one."""
+    """The cause is the error of the failed rank. The other ranks get no signal to stop, unless the run was
+    already stopping. The summary of an earlier start is ignored."""
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "exit_code": 0}))
 
     def end() -> None:
@@ -209,7 +210,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     fail = once_ready(end)
 
     def on_poll() -> None:
-        assert not list(tmp_path.glob("logs/*.error.json")), "the cause is told first"
+        assert not list(tmp_path.glob("logs/*.error.json")), "no poll may follow the error of a rank"
         fail()
 
     ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), on_poll)
@@ -218,8 +219,8 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     assert (tmp_path / "signals").exists() == is_stopping
 
 
-def test_a_hang_is_the_cause_before_an_error_of_a_rank(tmp_path: Path, clock: Clock) -> None:
-    """With the log of the tool where the rank that hung has none."""
+def test_a_hang_takes_precedence_over_the_error_of_another_rank(tmp_path: Path, clock: Clock) -> None:
+    """The failure names the log of torchrun if the hung rank has no log."""
     log = tmp_path / "logs" / "rank-2.log"
     hang = Failure(kind="hang", rank=2, message="hang in step 3", log=str(log), log_tail=["  | frame"])
 
@@ -235,12 +236,12 @@ def test_a_hang_is_the_cause_before_an_error_of_a_rank(tmp_path: Path, clock: Cl
     assert processes.run(tmp_path, RankStart(1, []), watch=watch).failure == hang
 
 
-def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the directory for what is of no use afterwards is gone."""
-    asked: list[Any] = []
+def test_records_of_an_earlier_start_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run also deletes its temporary directory."""
+    request: list[Any] = []
 
     def command(*given: Any) -> list[str]:
-        asked.extend(given)
+        request.extend(given)
         (given[1] / "workers").touch()
         return [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
 
@@ -255,21 +256,21 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20
-    assert (asked[0].launcher, asked[0].nproc) == ("torchrun", 3)
-    assert not asked[1].exists()
-    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
+    assert (request[0].launcher, request[0].nproc) == ("torchrun", 3)
+    assert not request[1].exists()
+    assert request[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
 
 
 @pytest.mark.parametrize(("exit_ns", "first"), [(99, 0), (101, 1)])
-def test_a_torchrun_elsewhere_is_to_blame_where_none_of_its_ranks_ended_before_it(
+def test_a_torchrun_on_another_node_is_the_cause_unless_one_of_its_ranks_failed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_ns: int, first: int
 ) -> None:
     start_with(monkeypatch, tmp_path, "-c", "raise SystemExit(1)")
     (tmp_path / "config.yaml").touch()
 
-    def collect(ours: RanksEnded) -> dict[int, RanksEnded]:
-        theirs = {"failed_ns": 100, "exits": [RankExit(1, 3, exit_ns)]}
-        return {k: ours.model_copy(update=changes) for k, changes in enumerate(({"failed_ns": None}, theirs))}
+    def collect(this: RanksEnded) -> dict[int, RanksEnded]:
+        other = {"failed_ns": 100, "exits": [RankExit(1, 3, exit_ns)]}
+        return {k: this.model_copy(update=changes) for k, changes in enumerate(({"failed_ns": None}, other))}
 
     nodes = mock.Mock(counts=[1, 1], collect=collect, begin=lambda start, _: start)
     nodes.exchange.return_value = Order(failed=False, over=False)
@@ -279,7 +280,9 @@ def test_a_torchrun_elsewhere_is_to_blame_where_none_of_its_ranks_ended_before_i
     assert (ended.exit_code, cause.rank, failed_first) == (1, 1, first)
 
 
-def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_polls_once_more_after_its_end_and_a_failure_names_the_memory_per_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start_with(monkeypatch, tmp_path, "-c", end := "open('last', 'w'); raise SystemExit(3)")
     seen: list[bool] = []
     processes.run(tmp_path, RankStart(2, []), lambda: seen.append(Path("last").exists()))
@@ -291,10 +294,9 @@ def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: 
     assert ended.failure.explanation[0] == "machine memory 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
-def test_the_launcher_may_end_long_after_a_worker(
+def test_the_tool_that_starts_ranks_may_end_long_after_a_worker(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher is given all the time that it needs."""
     worker = "import os, time\nopen('ready', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"
     tool = (
         f"{LAUNCHER}\nimport os, time\nwhile not os.path.exists('end'): time.sleep(0.01)\nopen('over', 'w')"
@@ -314,17 +316,17 @@ def test_the_launcher_may_end_long_after_a_worker(
     assert Path("over").exists()
 
 
-# --- after a launcher that was killed
+# --- the reaper of a killed launcher
 
 
-def test_the_reaper_looks_until_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something was started while the first were killed, one had gone, one needed a second time."""
+def test_the_reaper_repeats_until_no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process has already ended, one starts during the first round, and one must be killed twice."""
     (tmp_path / "scratch").mkdir()
     rounds, killed, handled, naps = [[404, 11], [11, 12], []], list[Any](), set[Any](), list[float]()
 
     def read(*_: int) -> bytes:
         ignored = {(number, signal.SIG_IGN) for number in (HUP, INT, TERM, signal.SIGUSR1)}
-        assert handled == ignored, "it must outlive what ends the launcher"
+        assert handled == ignored, "the reaper must ignore the signals that end the launcher"
         return b""
 
     def kill(*given: int) -> None:
@@ -338,25 +340,25 @@ def test_the_reaper_looks_until_nothing_is_left(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(reaper, "marked", lambda marks: rounds.pop(0) if marks == ("RUN=1",) else [])
     reaper.reap(str(tmp_path / "scratch"), "RUN=1")
     assert killed == [(pid, signal.SIGKILL) for pid in (404, 11, 11, 12)]
-    assert naps[0] == reaper.PATIENCE_S  # ranks that can end by themselves had their time
+    assert naps[0] == reaper.PATIENCE_S  # ranks first get time to end without a signal
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_reaper_stands_by_without_our_marks_and_is_gone_after_the_block(tmp_path: Path) -> None:
+def test_a_reaper_has_none_of_the_launchers_marks_and_ends_with_its_block(tmp_path: Path) -> None:
     mark = f"BERT_DP_TEST_MARK={tmp_path}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*mark.split("="))
         patch.setattr(reaper, "launcher_marks", lambda: [mark])
         before = set(psutil.Process().children())
         with contextlib.suppress(KeyError), reaper.reaper(tmp_path / "scratch"):
-            (stands_by,) = set(psutil.Process().children()) - before
-            assert "BERT_DP_TEST_MARK" not in stands_by.environ()
+            (child,) = set(psutil.Process().children()) - before
+            assert "BERT_DP_TEST_MARK" not in child.environ()
             raise KeyError
-    assert not stands_by.is_running()
+    assert not child.is_running()
 
 
-def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
-    """A pid comes back with another start, and an unlucky start with another pid."""
+def test_only_processes_with_every_mark_are_found(tmp_path: Path) -> None:
+    """A pid can be reused with another start time, and another pid can have an equal start time."""
     marks = [f"PID={tmp_path}", f"START={tmp_path}"]
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with contextlib.ExitStack() as started:
@@ -370,7 +372,7 @@ def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """poll(2) takes milliseconds; without them the launcher would look 5,000 times a second."""
+    """poll(2) takes milliseconds; given seconds, it would wake the launcher 5,000 times a second."""
     poller = mock.Mock(**{"poll.return_value": []})
     monkeypatch.setattr(processes.select, "poll", lambda: poller)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
@@ -378,9 +380,9 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     poller.poll.assert_called_once_with(200.0)
 
 
-def test_the_environment_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an interface or a launcher around us says in our own environment; the user's limit of threads
-    and settings of torch's flight recorder win."""
+def test_ranks_get_a_clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network interfaces and variables of an outer launcher are replaced. The user's limit of threads and the
+    user's settings of torch's flight recorder are kept."""
     foreign = {"PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU"}
     always = f"""
         TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_NCCL_ENABLE_TIMING=1
@@ -408,10 +410,10 @@ def test_the_environment_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("visible", [None, "", "3,1"])
-def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_user(
+def test_each_tool_starts_the_requested_ranks_on_the_users_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
 ) -> None:
-    """Whatever is installed here; deepspeed alone sets CUDA_VISIBLE_DEVICES itself."""
+    """No tool need be installed. deepspeed sets CUDA_VISIBLE_DEVICES, so its command restores the value."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -425,10 +427,10 @@ def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_use
         assert {*options.format(tmp_path).split(), "bert_dp.worker"} < {*command}
         assert command[-3:] == worker
     settings = read_json(tmp_path / "accelerate.json")
-    asked = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
-    assert asked.items() <= settings.items()
+    wanted = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
+    assert wanted.items() <= settings.items()
     restored = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
-    place = command.index("env") + 1  # deepspeed's
+    place = command.index("env") + 1  # in deepspeed's command
     assert command[place : place + len(restored) + 1] == [*restored, sys.executable]
 
 
@@ -439,18 +441,18 @@ TOOL = (  # the worker stays a zombie
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "cause"),
     [
         ("sys.exit(7)", "exited with code 7 without recording an error"),
         ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_a_worker_that_ends_leaves_its_exit_code_or_signal(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str, told: str
+def test_the_exit_code_or_signal_of_a_worker_is_reported(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, end: str, cause: str
 ) -> None:
     worker = f"import os, sys, time\nwhile not os.path.exists('seen'): time.sleep(0.01)\n{end}"
     start_with(monkeypatch, tmp_path, "-c", TOOL, worker)
     monkeypatch.setenv("RANK", "2")
     watch: Any = SimpleNamespace(hang=None, ends=False, poll=lambda workers: workers and Path("seen").touch())
     ended = processes.run(tmp_path, RankStart(1, []), watch=watch)
-    assert ended.failure.headline() == f"rank 2: {told}"
+    assert ended.failure.headline() == f"rank 2: {cause}"

@@ -1,5 +1,5 @@
-"""The machine as seen through fake kernel files and a fake nvidia-smi; every finding of doctor, and of the
-links between GPUs from nvidia-smi's own tables."""
+"""Test the probe of the machine with fake kernel files and a fake nvidia-smi, every finding of doctor, and
+findings about links between GPUs from tables of nvidia-smi."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """Installs a shell script as nvidia-smi, alone on PATH but for the shell's own tools."""
+    """Return a function that installs a shell script as nvidia-smi, before the system tools on PATH."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(script: str) -> None:
@@ -64,7 +64,7 @@ GOOD = dataclasses.replace(
 )
 
 
-def test_probe_is_json_and_holds_no_host_name(tmp_path):
+def test_the_probe_is_json_and_contains_no_host_name(tmp_path):
     facts = probe(tmp_path / "not" / "yet" / "there").to_json()
     text = json.dumps(facts)
     assert f'"{socket.gethostname()}"' not in text
@@ -74,7 +74,7 @@ def test_probe_is_json_and_holds_no_host_name(tmp_path):
 
 
 @pytest.mark.parametrize(("group", "limit"), [(99, None), (8, 8.0)])
-def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monkeypatch, group, limit):
+def test_total_free_and_limited_resources_are_distinguished(tmp_path, monkeypatch, group, limit):
     def disk(path):
         shm = Path(path).name == "shm"
         return SimpleNamespace(total=(7 if shm else 100) * GIB, free=(2 if shm else 30) * GIB)
@@ -91,16 +91,14 @@ def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monk
     assert (facts.affinity_cores, facts.max_processes) == (2, 2**16), "the soft limit is the one that applies"
 
 
-def test_gpus_from_nvidia_smi(smi):
+def test_gpus_are_read_from_nvidia_smi(smi):
     smi(f"cat <<'END'\n{CSV}END")
     facts = probe()
     assert len(facts.gpus) == facts.gpus_present == 3
     assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06", None, 81000 / 1024)
     assert facts.gpus[2].memory_gib is None
     assert facts.rank_memory(1, True) == (81000 / 1024, "free on GPU 0, which has 79.6 GiB")
-    assert facts.rank_memory(2, True) == (20.0, "free on GPU 1, which has 79.6 GiB"), (
-        "the tightest of all ranks"
-    )
+    assert facts.rank_memory(2, True) == (20.0, "free on GPU 1, which has 79.6 GiB"), "the smaller one"
     full = dataclasses.replace(facts, gpus=(dataclasses.replace(facts.gpus[0], free_gib=0.0),))
     assert full.rank_memory(1, True)[0] == 0.0
     unknown = dataclasses.replace(facts, gpus=facts.gpus[2:])
@@ -120,10 +118,10 @@ def test_cuda_visible_devices_is_respected(smi, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
         gpus = find_gpus()[0]
         assert [gpu.index for gpu in gpus] == chosen.get(selection, []), selection
-    assert (gpus[0].memory_gib, gpus[0].free_gib) == (None, None), "how much of the whole a MIG has"
+    assert (gpus[0].memory_gib, gpus[0].free_gib) == (None, None), "the memory of a MIG instance is unknown"
 
 
-def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
+def test_the_numa_node_of_a_gpu_and_its_usable_cores_are_read(smi, tmp_path):
     smi(f"cat <<'END'\n{CSV}END")
     core = min(os.sched_getaffinity(0))
     files = {
@@ -138,7 +136,7 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
     assert any(f.level == "warn" and f.message.startswith("NUMA") for f in diagnose(facts))
 
 
-def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path, monkeypatch):
+def test_a_broken_driver_is_a_finding_and_gpus_are_read_from_its_proc_files(smi, tmp_path, monkeypatch):
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     files = {
         "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat",
@@ -178,7 +176,7 @@ GROUP_V1 = {
         ({}, (None, None, None)),
     ],
 )
-def test_limits_of_control_groups(tmp_path, files, limits):
+def test_the_limits_of_control_groups_are_read(tmp_path, files, limits):
     root = write_files(tmp_path, files)
     assert tuple(cgroup_limit(root, name) for name in ("cpu", "memory", "pids")) == limits
     facts = probe(root=root)
@@ -186,7 +184,7 @@ def test_limits_of_control_groups(tmp_path, files, limits):
     assert limits[2] is None or facts.max_processes == limits[2]
 
 
-def test_git_commit_and_dirty_flag(tmp_path):
+def test_the_git_commit_and_dirty_flag_are_read(tmp_path):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
     assert probe(tmp_path).git_commit is None
     subprocess.run([*git, "init", "-q"], check=True)
@@ -220,7 +218,7 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"gpu_error": f"{children.NO_ANSWER} 8 s"}, "warn", "GPU driver: could not be tested, no answer"),
     ],
 )
-def test_each_finding_says_consequence_and_fix(change, level, word):
+def test_each_finding_has_a_consequence_and_a_fix(change, level, word):
     bad = [f for f in diagnose(dataclasses.replace(GOOD, **change)) if f.level != "ok"]
     assert [f.level for f in bad] == [level]
     assert word in bad[0].message
@@ -276,7 +274,7 @@ def printing(answer: object) -> str:
         ("save", FULL, "fail", "OSError: full"),
     ],
 )
-def test_what_is_measured(fake_module, tmp_path, check, source, level, words):
+def test_measured_reductions_and_saves_become_findings(fake_module, tmp_path, check, source, level, words):
     module = fake_module(source)
     finding = (
         doctor.all_reduce(20, module)
@@ -287,7 +285,7 @@ def test_what_is_measured(fake_module, tmp_path, check, source, level, words):
     assert not list(tmp_path.glob(".bert-dp-doctor-*"))
 
 
-def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tmp_path, monkeypatch):
+def test_compiled_kernels_are_cached_outside_the_temporary_directories(fake_module, tmp_path, monkeypatch):
     variable, cache = "TORCHINDUCTOR_CACHE_DIR", tmp_path / "cache"
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("BERT_DP_CACHE", str(cache))
@@ -298,14 +296,14 @@ def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tm
     assert (cache / "kernels").is_dir()
     monkeypatch.setenv(variable, "mine")
     assert children.kernel_caches() == {variable: "mine"}
-    cache.chmod(0o777)  # other users could put their code there
+    cache.chmod(0o777)  # other users could insert code into the cache
     assert children.kernel_caches() == {}
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
     assert children.kernel_caches() == {}
 
 
-def test_a_command_of_the_system_answers_or_says_why_not(tmp_path):
+def test_a_system_command_returns_its_output_or_the_reason_of_its_failure(tmp_path):
     shell = ["sh", "-c"]
     assert children.run_command([*shell, "echo a; echo b >&2"], 20) == ("a", None)
     assert children.run_command([*shell, "exit 7"], 20) == (None, "exit code 7")
@@ -315,25 +313,25 @@ def test_a_command_of_the_system_answers_or_says_why_not(tmp_path):
     missing = str(tmp_path / "none")
     assert children.run_command([missing], 20) == (None, f"{missing}: No such file or directory")
     group = [sys.executable, "-I", "-S", "-c", "import os; print(os.getpgid(0))"]
-    assert children.run_command(group, 20)[0] != str(os.getpgid(0)), "Ctrl-C ends us, and not it first"
+    assert children.run_command(group, 20)[0] != str(os.getpgid(0)), "Ctrl-C must not reach the command"
 
 
-def test_a_module_answers_refuses_or_fails(fake_module):
+def test_the_answer_refusal_or_failure_of_a_module_is_passed_on(fake_module):
     issue = {"setting": "a.b", "kind": "conflict", "message": "is odd", "value": 1, "other": "c", "hint": "x"}
     assert children.ask_module(fake_module("print('the answer')"), [], "asking") == "the answer"
     refusal = fake_module(f"print({json.dumps([issue])!r}); raise SystemExit(2)")
     assert [each.to_json() for each in raised_issues(children.ask_module, refusal, [], "asking")] == [issue]
-    for source, said in (
+    for source, message in (
         ("raise SystemExit(4)", "asking exited with code 4"),
         ("import os; os.kill(os.getpid(), 9)", r"asking killed by signal 9 \(SIGKILL\); out of memory"),
         ("import os; os.kill(os.getpid(), 11)", r"asking killed by signal 11 \(SIGSEGV\)"),
     ):
-        with pytest.raises(SystemExit, match=f"error: {said}"):
+        with pytest.raises(SystemExit, match=f"error: {message}"):
             children.ask_module(fake_module(source), [], "asking")
 
 
 def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path):
-    """Time that runs out is a warning: the machine may be busy."""
+    """A timeout is only a warning, because the machine may be busy."""
     source = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -347,7 +345,7 @@ time.sleep(600)
     wait_for(lambda: has_ended((tmp_path / "pid").read_text()), seconds=5)
 
 
-def test_doctor_saves_a_checkpoint_where_runs_are_to_be(monkeypatch, tmp_path):
+def test_doctor_saves_a_checkpoint_in_the_given_run_directory(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "all_reduce", lambda: doctor.Finding("ok", "all-reduce"))
     _, (*_, loopback, checkpoint, _) = doctor.doctor(Path("/proc/runs"))
     assert (loopback.level, checkpoint.level) == ("ok", "fail")
@@ -355,8 +353,8 @@ def test_doctor_saves_a_checkpoint_where_runs_are_to_be(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
-    """Killed, it can end nothing itself: our modules follow it by the pid in their environment."""
+def test_the_modules_of_a_killed_doctor_end(fake_module, tmp_path):
+    """A killed doctor cannot stop its modules, so they watch the pid that is in their environment."""
     name = fake_module(
         "import os, time; from bert_dp.training.process import follow_launcher; follow_launcher()\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -405,7 +403,7 @@ def with_gpus(*indices: int) -> Environment:
     return dataclasses.replace(probe(), gpus=gpus, gpu_topology=TOPOLOGY)
 
 
-def test_slow_links_and_p2p_that_is_off_name_their_pairs_of_visible_gpus() -> None:
+def test_findings_on_slow_links_and_disabled_p2p_name_their_pairs_of_visible_gpus() -> None:
     (near,) = link_findings(with_gpus(2, 3), P2P)
     assert (near.level, near.message.partition(": ")[2]) == ("ok", "PIX 2-3")
     assert link_findings(with_gpus(5, 6), "No devices were found") == []

@@ -1,4 +1,4 @@
-"""Issues, and how a command line ends that went wrong: one line and an exit code."""
+"""Test issues and the end of a failed command: one line and an exit code."""
 
 import errno
 import json
@@ -47,14 +47,14 @@ def test_json_output_has_the_issues_of_bad_input() -> None:
         ("configs ", "error: CONFIG: is empty; "),
     ],
 )
-def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
+def test_a_wrong_command_line_is_refused_in_one_line(arguments: str, line: str) -> None:
     done = here(*arguments.split(" "))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(line)
 
 
 def end_by(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> subprocess.CompletedProcess[str]:
-    """The end of a verb that raises."""
+    """Run a verb that raises `error` and return the result."""
 
     def fail(**_: object) -> None:
         raise error
@@ -73,14 +73,14 @@ def end_by(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> subprocess.
         (KeyboardInterrupt(), 130, None),
     ],
 )
-def test_what_the_machine_refuses_is_one_line(
+def test_an_error_of_the_machine_is_reported_in_one_line(
     error: BaseException, code: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = end_by(monkeypatch, error)
     assert (done.returncode, done.stderr) == (code, f"error: {words}\n" if words else "")
 
 
-def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_contains_no_secret_and_no_control_character(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202egpj\r\x08 s3cret-1"
     done = end_by(monkeypatch, RuntimeError(hostile))
     assert done.returncode == 1
@@ -89,26 +89,24 @@ def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytes
     assert not CONTROL.search(done.stderr)
 
 
-def test_several_problems_are_as_many_lines_and_verbs_alone_show_what_there_is() -> None:
-    said = here("train", "quickstart", "schedule.stepz=1", "optim.lrr=1").stderr
-    assert [line.partition(":")[0] for line in said.splitlines()] == ["error", "error"]
+def test_each_problem_has_its_own_line_and_a_group_of_verbs_shows_its_usage() -> None:
+    output = here("train", "quickstart", "schedule.stepz=1", "optim.lrr=1").stderr
+    assert [line.partition(":")[0] for line in output.splitlines()] == ["error", "error"]
     group = here("tune")
     assert group.returncode == 2
     assert "Usage: " in group.stdout + group.stderr
     assert "error: " not in group.stderr
 
 
-def test_sigterm_ends_a_verb_with_its_number_and_what_it_began_is_tidied_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tidied: list[bool] = []
+def test_sigterm_ends_a_verb_with_its_exit_code_after_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned_up: list[bool] = []
 
     def work(**_: object) -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
         finally:
-            tidied.append(True)
+            cleaned_up.append(True)
 
     monkeypatch.setattr(app, "app", work)
     before = signal.getsignal(signal.SIGTERM)
@@ -116,14 +114,14 @@ def test_sigterm_ends_a_verb_with_its_number_and_what_it_began_is_tidied_up(
         assert here("configs").returncode == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert tidied == [True]
+    assert cleaned_up == [True]
 
 
 PLAN = "plan scaling --model bert-base --seq-per-s 400 --micro 32 --link nvlink2 --json"
 
 
 @pytest.mark.parametrize("verb", ["configs", PLAN])
-def test_a_reader_that_goes_away_ends_a_verb_quietly(verb: str) -> None:
+def test_a_closed_standard_output_ends_a_verb_quietly(verb: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as closed:
@@ -133,7 +131,7 @@ def test_a_reader_that_goes_away_ends_a_verb_quietly(verb: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_neither_a_failure_nor_another_pipe_is_taken_for_a_reader_that_has_gone() -> None:
+def test_a_failing_verb_and_another_broken_pipe_still_exit_with_1() -> None:
     for verb, error in (
         ("sys.stdout.write('x') and 1", ""),
         ("os.write(other, b'x')", "error: Broken pipe\n"),
@@ -150,7 +148,7 @@ def test_neither_a_failure_nor_another_pipe_is_taken_for_a_reader_that_has_gone(
         assert (done.returncode, done.stderr) == (1, error), verb
 
 
-def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
+def test_ctrl_c_during_imports_shows_no_traceback() -> None:
     script = (
         "import sys\n"
         "class Interrupt:\n"

@@ -1,4 +1,4 @@
-"""What `finetune`, `eval` and `data build` ask of the modules that work, and what `export check` shows."""
+"""Test the configurations of `finetune` and `eval glue`, and the refusals of `data build`."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ SMALL = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pretrained run, in the current folder."""
+    """Write a pretrained run into the current directory and return its path."""
     monkeypatch.chdir(tmp_path)
     return write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
 
 
-def test_the_recipe_is_that_of_the_crammed_paper_with_the_tokenizer_of_the_checkpoint(run: Path) -> None:
-    """GLUE_sane of the cramming code; five seeds are `eval glue`'s."""
+def test_the_recipe_equals_the_crammed_paper_and_uses_the_tokenizer_of_the_checkpoint(run: Path) -> None:
+    """The values are GLUE_sane of the cramming code; the five seeds are the default of `eval glue`."""
     start = finetune.find_pretrained(run)
     recipe = finetune.configuration(start, [], None, recipe=glue.RECIPE)
     optim, schedule, model, head = recipe.optim, recipe.schedule, recipe.model, recipe.finetune
@@ -36,9 +36,9 @@ def test_the_recipe_is_that_of_the_crammed_paper_with_the_tokenizer_of_the_check
     assert (recipe.eval.every_steps, GlueOptions().seeds) == (0, 5)
     own = finetune.configuration(start, [], None)
     head = own.finetune.model_copy(update={"head": "recipe"})
-    assert own.finetune.head == "auto", "of `finetune`, which differs in nothing else"
+    assert own.finetune.head == "auto", "the default of `finetune`, which differs from the recipe only here"
     assert own.model_copy(update={"finetune": head}) == recipe
-    assert start.tokenizer == run / "checkpoints/step-00000003/tokenizer.json", "of a checkpoint first"
+    assert start.tokenizer == run / "checkpoints/step-00000003/tokenizer.json", "not the checkpoint's"
     start.tokenizer.unlink()
     assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
 
@@ -66,12 +66,12 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.csv", "c.txt", "t.json"]
 
 
-def test_finetuning_takes_whole_batches_on_a_gpu_and_parts_on_a_cpu() -> None:
+def test_finetuning_uses_the_largest_micro_batches_only_on_a_gpu() -> None:
     for on_gpu, on_cpu, ranks, settings, given in (
         (16, 8, 1, (), ()),
         (8, 8, 2, (), ()),
         (8, 8, 4, ("parallel.tensor=2",), ()),
-        (8, 8, 3, (), ()),  # does not divide: as it was
+        (8, 8, 3, (), ()),  # three ranks do not divide the batch, so nothing changes
         (4, 4, 1, (), ("batch.micro_size=4",)),
         (20, 20, 1, (), ("batch.global_size=20",)),
     ):
@@ -81,10 +81,10 @@ def test_finetuning_takes_whole_batches_on_a_gpu_and_parts_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
+def test_finetuning_uses_the_labels_of_the_task_and_the_given_length(
     run: Path, monkeypatch: pytest.MonkeyPatch, random: bool
 ) -> None:
-    """The recipe has its own dropout, batch and length of training; what is given goes before it."""
+    """The recipe sets dropout, batch size and epochs; given settings take precedence over the recipe."""
     monkeypatch.setattr(finetune, "prepare", lambda start, source, length, seed: Path(f"/cache/{length}"))
     monkeypatch.setattr(finetune, "read_examples", lambda path: make_task("RTE").manifest)
     source = finetune.ExamplesSource("RTE", ["--task", "RTE"])
@@ -103,10 +103,10 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
     for gpus, micro in ((0, 8), (1, 16)):
         monkeypatch.setattr(finetune.job.Job, "gpus", gpus)
         plain = finetune.load(start, source, [], nproc="1", random_weights=random).config
-        assert (plain.data.path, plain.batch.micro_size) == ("/cache/64", micro), "as it was pretrained"
+        assert (plain.data.path, plain.batch.micro_size) == ("/cache/64", micro), "length of pretraining"
 
 
-def test_an_evaluation_goes_on_with_more_seeds_only(tmp_path: Path) -> None:
+def test_an_evaluation_continues_only_with_at_least_as_many_seeds(tmp_path: Path) -> None:
     for then, now in ((2, 5), (2, 2), (5, 2)):
         before, plan = (
             glue.GluePlanFile(config_hash="abc", settings=results.plain(GlueOptions(seeds=n)), start={})

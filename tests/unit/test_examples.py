@@ -1,4 +1,4 @@
-"""Prepare labelled texts of GLUE and of a user, and refuse others."""
+"""Test the preparation of labelled texts from GLUE and from user files, and refusals of invalid files."""
 
 import dataclasses
 import gzip
@@ -33,13 +33,14 @@ RTE = {
     "dev": ["0\ta dog\tthe dog ran\tnot_entailment", "1\tThe  CAT sat\ta cat\tentailment"],
 }
 GOOD = "text,label\na cat,x\na dog,y\n"
-LOST = "\u732b"  # a text of which the tokenizer keeps nothing
+LOST = "\u732b"  # a text that the tokenizer drops completely
 
 
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process, whose command line `main` is
+    # because `main` would install its signal handlers in the test process
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Lab:
-    """Write files into one folder and prepare them."""
+    """Helper that writes files into one directory and prepares them."""
 
     def __init__(self, folder: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]):
         self.folder, self.tokenizer, self.capsys = folder, tokenizer, capsys
@@ -63,7 +64,7 @@ class Lab:
         return str(path)
 
     def write_glue(self, folder: str, task: str, header: str | None = None, **splits: list[str]) -> str:
-        """Write TASK/SPLIT.tsv below `folder`; return the folder."""
+        """Write TASK/SPLIT.tsv below `folder` and return the folder."""
         for split, rows in splits.items():
             lines = [*([header] if header else []), *rows]
             self.write(f"{folder}/{task}/{split}.tsv", "\n".join(lines) + "\n")
@@ -83,7 +84,7 @@ class Lab:
         return self.prepare("--task", task, "--data", self.write_glue("glue", task, header, **splits))
 
     def own(self, rows: dict[str, str | bytes], *options: str, suffix: str = "csv") -> dict[str, Examples]:
-        """Prepare files of these texts; return the splits."""
+        """Write one file per split, prepare the files and return the prepared splits."""
         named = []
         for split, text in rows.items():
             named += [f"--{split}", self.write(f"{split}.{suffix}", text)]
@@ -91,7 +92,7 @@ class Lab:
         return {split: Examples.open(directory, manifest, split) for split in manifest.splits}
 
     def refused(self, *options: str) -> tuple[Issue, ...]:
-        """Return the issues of bad input, which leaves nothing in the cache."""
+        """Return the issues of invalid input, and check that it leaves no files in the cache."""
         issues = raised_issues(prepare.answer, self.arguments(*options))
         assert not list((self.folder / "cache").glob("examples-*"))
         return issues
@@ -127,15 +128,15 @@ def test_a_pair_is_framed_and_its_label_is_the_index_of_its_name(lab: Lab) -> No
 
 
 ANY_OF_GLUE = {
-    # header of its files, rows of train and dev, words of the first example, labels; kind, names, metrics
-    "MRPC": (  # a quote is a character, a byte order mark is none
+    # header, rows of train and dev, tokens of the first example, labels, then (kind, label names, metrics)
+    "MRPC": (  # quotes are ordinary characters; the byte order mark is dropped
         "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String",
         ['1\t1\t2\t" the cat\tit', '0\t3\t4\tthe "dog\ta "mat" and'],
         "<cls> <unk> the cat <sep> it <sep>",
         [1, 0],
         ("single_label", ["0", "1"], ["accuracy", "f1"]),
     ),
-    "CoLA": (  # without a header in train and dev
+    "CoLA": (  # train and dev have no header
         None,
         ["gj04\t1\t\tthe cat sat", "gj04\t0\t*\tcat the on"],
         "<cls> the cat sat <sep>",
@@ -160,10 +161,10 @@ ANY_OF_GLUE = {
 
 
 @pytest.mark.parametrize("task", ANY_OF_GLUE)
-def test_each_task_is_read_as_glue_writes_it(lab: Lab, task: str) -> None:
+def test_each_glue_task_is_read_in_its_own_format(lab: Lab, task: str) -> None:
     header, rows, words, labels, meaning = ANY_OF_GLUE[task]
     splits = ["train", *(["dev_matched", "dev_mismatched"] if task == "MNLI" else ["dev"])]
-    if task == "CoLA":  # whose test has a header, and no labels
+    if task == "CoLA":  # its test file has a header and no labels
         lab.write_glue("glue", task, "index\tsentence", test=["0\tthe dog ran"])
     directory, manifest = lab.glue(task, header, **dict.fromkeys(splits, rows))
     assert (manifest.kind, manifest.labels, manifest.metrics) == meaning
@@ -176,7 +177,7 @@ def test_each_task_is_read_as_glue_writes_it(lab: Lab, task: str) -> None:
         assert (lab.words(examples, 0), numbers(examples)) == (words, labels)
 
 
-def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_counts_decide_whether_data_is_official(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     for train, dev, other_train, official in ((2, 2, 0, True), (3, 2, 2, True), (2, 3, 2, False)):
         facts: dict[str, Any] = {"rows": {"train": train, "dev": dev}, "other_train_rows": other_train}
         monkeypatch.setitem(glue.TASKS, "RTE", dataclasses.replace(glue.TASKS["RTE"], **facts))
@@ -186,11 +187,12 @@ def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.Monk
 
 
 QQP_HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
-QQP_BROKEN = ["1\t2\t3\twho sat on", "\ta mat\t0"]  # as in the published train.tsv: a line end in a question
+# a question contains a line end, as in the published train.tsv
+QQP_BROKEN = ["1\t2\t3\twho sat on", "\ta mat\t0"]
 QQP_WHOLE = ["0\t1\t2\twho sat\twho ran\t0", "2\t3\t4\twho did it\tthe cat\t1"]
 
 
-def test_broken_rows_of_glue_are_left_out_of_train_and_refused_in_dev(lab: Lab) -> None:
+def test_broken_glue_rows_are_dropped_from_train_and_refused_in_dev(lab: Lab) -> None:
     """Blank lines are skipped. A row with an empty text is kept."""
     broken = [QQP_WHOLE[0], *QQP_BROKEN, QQP_WHOLE[1], "3\t5\t6\twho did it\t\t0", "", ""]
     data = lab.write_glue("g", "QQP", QQP_HEADER, train=QQP_WHOLE, dev=broken)
@@ -203,13 +205,13 @@ def test_broken_rows_of_glue_are_left_out_of_train_and_refused_in_dev(lab: Lab) 
 
 
 def pack(folder: str, tar: Path) -> str:
-    """Write the folder as a tar, below a top folder."""
+    """Pack the folder into a tar file, below a top-level directory, and return the file's path."""
     with tarfile.open(tar, "w:xz") as packed:
         packed.add(folder, "top")
     return str(tar)
 
 
-def test_a_tar_gives_what_the_folder_gives_and_is_not_unpacked(lab: Lab) -> None:
+def test_a_tar_gives_the_examples_of_its_folder_and_is_not_unpacked(lab: Lab) -> None:
     folder = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
     tar = pack(folder, lab.folder / "glue.tar.xz")
     before = {path for path in lab.folder.rglob("*") if "cache" not in path.parts}
@@ -219,7 +221,7 @@ def test_a_tar_gives_what_the_folder_gives_and_is_not_unpacked(lab: Lab) -> None
     assert {path for path in lab.folder.rglob("*") if "cache" not in path.parts} == before
 
 
-def test_a_file_is_taken_from_the_first_place_that_has_it_and_no_link_is_followed(lab: Lab) -> None:
+def test_a_file_is_read_from_the_first_data_path_that_has_it_and_links_are_not_followed(lab: Lab) -> None:
     first = lab.write_glue("a", "RTE", RTE_HEADER, dev=RTE["dev"][:1])
     second = pack(lab.write_glue("b", "RTE", RTE_HEADER, **RTE), lab.folder / "b.tar")
     manifest = lab.prepare("--task", "RTE", "--data", first, "--data", second)[1]
@@ -231,7 +233,7 @@ def test_a_file_is_taken_from_the_first_place_that_has_it_and_no_link_is_followe
     assert (issue.setting, issue.kind, issue.value) == ("--data", "missing", "RTE/dev.tsv")
 
 
-def test_a_file_of_glue_has_a_largest_size_and_is_found_without_reading_it(
+def test_a_glue_file_has_a_maximum_size_and_is_found_without_reading_it(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
@@ -244,7 +246,7 @@ def test_a_file_of_glue_has_a_largest_size_and_is_found_without_reading_it(
     assert lab.refused("--task", "RTE", "--data", tar)[0].kind == "damaged"
 
 
-def test_files_that_glue_lacks_are_named_over_all_places(lab: Lab) -> None:
+def test_missing_glue_files_are_named_across_all_data_paths(lab: Lab) -> None:
     first = lab.write_glue("a", "RTE", RTE_HEADER, train=RTE["train"])
     second = pack(lab.write_glue("b", "RTE", RTE_HEADER, dev=RTE["dev"]), lab.folder / "b.tar")
     lacking = json.loads(prepare.answer(["missing", "--data", first, "--data", second]))
@@ -269,7 +271,7 @@ def test_the_baseline_is_the_most_frequent_label_of_train(lab: Lab) -> None:
 # --- the cache
 
 
-def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None:
+def test_prepared_examples_are_reused_until_a_file_changes(lab: Lab) -> None:
     options = ["--task", "RTE", "--data", lab.write_glue("g", "RTE", RTE_HEADER, **RTE)]
     directory, manifest = lab.prepare(*options)
     inode = directory.stat().st_ino
@@ -278,18 +280,18 @@ def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None
     assert "train 2 " in lab.err
     assert lab.prepare(*options, length=8)[0] != directory
     text = lab.tokenizer.read_text()
-    lab.tokenizer = Path(lab.write("copy.json", text))  # every checkpoint has one
+    lab.tokenizer = Path(lab.write("copy.json", text))  # every checkpoint has its own copy of the tokenizer
     assert lab.prepare(*options)[0] == directory
     lab.tokenizer = Path(lab.write("other.json", f"{text} "))
     assert lab.prepare(*options)[0] != directory
     lab.write_glue("g", "RTE", RTE_HEADER, train=[*RTE["train"], RTE["dev"][0]])
     assert lab.prepare(*options)[1].splits["train"].examples == manifest.splits["train"].examples + 1
-    (lab.folder / "cache").chmod(0o777)  # a cache that others may write to is not used
+    (lab.folder / "cache").chmod(0o777)  # a cache that other users may write to is refused
     assert main(lab.arguments(*options)) == 2
 
 
 @pytest.mark.parametrize("name", ["train.safetensors", "tokenizer.json", "examples.json"])
-def test_what_is_damaged_in_the_cache_is_prepared_again(lab: Lab, name: str) -> None:
+def test_damaged_examples_in_the_cache_are_prepared_again(lab: Lab, name: str) -> None:
     options = ["--task", "RTE", "--data", lab.write_glue("g", "RTE", RTE_HEADER, **RTE)]
     directory, manifest = lab.prepare(*options)
     whole = (directory / name).read_bytes()
@@ -298,7 +300,7 @@ def test_what_is_damaged_in_the_cache_is_prepared_again(lab: Lab, name: str) -> 
     assert (directory / name).read_bytes() == whole
 
 
-def test_arrays_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path) -> None:
+def test_arrays_that_contradict_the_manifest_are_refused(tmp_path: Path) -> None:
     two = Examples(np.zeros(4, np.uint16), np.array([0, 2, 4]), np.array([0, 1]))
     changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("single_label", {"ids": np.full(4, 64, np.uint16)}),  # not in the vocabulary
@@ -318,7 +320,7 @@ def test_arrays_that_are_not_those_of_the_manifest_are_refused(tmp_path: Path) -
         assert (issue.setting, issue.kind) == (str(tmp_path / train["file"]), "damaged")
 
 
-def test_a_manifest_of_examples_agrees_with_itself(tmp_path: Path) -> None:
+def test_an_inconsistent_manifest_of_examples_is_refused(tmp_path: Path) -> None:
     own = read_json(write_examples(tmp_path, dev=0) / "examples.json")
     changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("labels", {"labels": ["a", "b", "a"]}),
@@ -336,7 +338,7 @@ def test_a_manifest_of_examples_agrees_with_itself(tmp_path: Path) -> None:
         assert named in issue.message
 
 
-def test_examples_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+def test_examples_that_do_not_match_the_configuration_are_refused(tmp_path: Path) -> None:
     manifest = read_examples(write_examples(tmp_path, length=32, vocab_size=64))
     fit = "data.path=/x data.sequence_length=32 model.vocab_size=64 finetune.labels=[a,b,c]"
     fits = make_config(*fit.split())
@@ -350,19 +352,19 @@ def test_examples_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
 # --- truncation
 
 
-def cut_by_hand(first: list[int], second: list[int], room: int) -> list[list[int]]:
-    """Cut token by token."""
+def cut_by_hand(first: list[int], second: list[int], limit: int) -> list[list[int]]:
+    """Remove the last token of the longer text until `limit` tokens are left."""
     first, second = list(first), list(second)
-    while len(first) + len(second) > room:
+    while len(first) + len(second) > limit:
         (first if len(first) > len(second) else second).pop()
     return [first, second]
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(5, 14))
-def test_the_longer_text_is_cut_first(first: int, second: int, room: int) -> None:
+def test_the_longer_text_is_cut_first(first: int, second: int, limit: int) -> None:
     pair = [list(range(first)), list(range(100, 100 + second))]
-    assert truncate(pair, room) == cut_by_hand(*pair, room)
-    assert truncate(pair[:1], room) == [pair[0][:room]]
+    assert truncate(pair, limit) == cut_by_hand(*pair, limit)
+    assert truncate(pair[:1], limit) == [pair[0][:limit]]
 
 
 def test_a_long_example_is_cut_to_the_length_and_counted(lab: Lab) -> None:
@@ -382,7 +384,7 @@ ROWS = [("the cat, sat", "cat"), ("a dog\nran", "dog"), ('who "did" it', "cat"),
 
 
 def parquet(records: list[dict[str, Any]]) -> bytes:
-    arrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    arrow = pytest.importorskip("pyarrow", reason="the extra `parquet` is missing")
     table = io.BytesIO()
     pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(records), table)
     return table.getvalue()
@@ -405,7 +407,7 @@ def test_every_format_gives_the_same_examples(lab: Lab, suffix: str) -> None:
         assert texts == ["the cat <unk> sat", "a dog ran", "under a bed"]
 
 
-def test_a_column_text_pair_is_the_second_text_where_none_is_named(lab: Lab) -> None:
+def test_a_column_text_pair_is_the_second_text_if_no_column_is_named(lab: Lab) -> None:
     rows = [{"text": "a cat", "text_pair": "a dog", "label": i} for i in (0, 1)]
     csv = lab.write("pair.csv", "text,text_pair,label\na cat,a dog,0\na cat,a dog,1\n")
     for file in (csv, lab.write("pair.json", json.dumps(rows))):
@@ -414,8 +416,8 @@ def test_a_column_text_pair_is_the_second_text_where_none_is_named(lab: Lab) -> 
             assert lab.words(train, 0) == f"<cls> {words}"
 
 
-def test_texts_that_the_vocabulary_has_nothing_of_are_counted_in_every_split(lab: Lab) -> None:
-    """In pairs each side counts. A file of nothing else is refused."""
+def test_texts_without_known_tokens_are_counted_in_every_split(lab: Lab) -> None:
+    """A pair counts if either text has no known token. A file without any known token is refused."""
     train = lab.write("train.csv", f"text,label\na cat,x\n{LOST},y\n{LOST},y\n")
     bare = lab.write("bare.csv", f"text,label\n{LOST},x\n\u72ac,y\n")
     for options in (["--train", train, "--dev", bare], ["--train", bare, "--dev", train]):
@@ -432,7 +434,7 @@ def test_texts_that_the_vocabulary_has_nothing_of_are_counted_in_every_split(lab
     assert lab.prepare("--train", file, "--dev", file)[1].splits["dev"].without_tokens == 3
 
 
-def test_labels_that_look_like_one_are_remarked_on(lab: Lab) -> None:
+def test_labels_that_look_alike_cause_a_warning(lab: Lab) -> None:
     labels = ["pos", "POS", "New York", "New\u00a0York", "Newark"]
     file = lab.write("own.csv", "text,label\n" + "".join(f"a cat,{label}\n" for label in labels))
     manifest = lab.prepare("--train", file, "--dev", file)[1]
@@ -441,7 +443,7 @@ def test_labels_that_look_like_one_are_remarked_on(lab: Lab) -> None:
     assert warnings == [r"labels 'New York' and 'New\xa0York'", "labels 'POS' and 'pos'"]
 
 
-def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
+def test_the_options_select_the_columns(lab: Lab) -> None:
     file = lab.write("a.csv", "id,question,answer\n1,who sat,the cat\n2,who ran,a dog\n")
     for kind, metrics, names in (
         ("single_label", ["accuracy", "f1"], ["1", "2"]),
@@ -456,7 +458,7 @@ def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--kind", "multi_label")])
-def test_a_label_has_one_name_and_names_are_in_order(lab: Lab, options: tuple[str, ...]) -> None:
+def test_equal_labels_have_one_name_and_names_are_sorted(lab: Lab, options: tuple[str, ...]) -> None:
     zeros_and_others = [0.0, "0", "0.0", 0, "-0.0", 1.0, "1.00", -2.0, 1e22, "1.x"]
     tables: tuple[tuple[list[Any], str, list[int]], ...] = (
         (["10", "9", "-1"], "-1 9 10", [2, 1, 0]),
@@ -474,8 +476,8 @@ def test_a_label_has_one_name_and_names_are_in_order(lab: Lab, options: tuple[st
 
 
 @pytest.mark.parametrize("score", ["0.5", "1e-07"])
-def test_scores_without_a_kind_are_refused_with_it(lab: Lab, score: str) -> None:
-    """Also where only dev has some; a user who calls them names has them as such."""
+def test_scores_without_a_kind_are_refused_with_a_hint(lab: Lab, score: str) -> None:
+    """One score in dev is enough for the refusal. An explicit kind of labels accepts scores as names."""
     file = lab.write("own.jsonl", f'{{"text": "a", "label": 1}}\n{{"text": "b", "label": {score}}}\n')
     whole = lab.write("t.csv", "text,label\na cat,0\na dog,1\n")
     for train, dev, kind in ((file, file, "wrong_type"), (whole, file, "unknown")):
@@ -487,14 +489,14 @@ def test_scores_without_a_kind_are_refused_with_it(lab: Lab, score: str) -> None
         assert sorted(labels) == sorted(names)
 
 
-def test_several_labels_by_a_bar_or_a_list(lab: Lab) -> None:
+def test_several_labels_are_given_with_bars_or_as_a_list(lab: Lab) -> None:
     text = 'text,label\nthe cat,red|green\na dog,\nthe mat,"[""blue"", ""red""]"\n'
     train = lab.own({"train": text, "dev": text}, "--kind", "multi_label")["train"]
     assert numbers(train) == [[0, 1, 1], [0, 0, 0], [1, 0, 1]]
     rows = [{"text": "a cat", "label": label} for label in (["red", "blue"], "green", [])]
     listed = lab.own({s: json.dumps(rows) for s in ("train", "dev")}, "--kind", "multi_label", suffix="json")
     assert numbers(listed["train"]) == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
-    one = "text,label\nthe cat,red\na dog,\n"  # one name is enough where an example may have none
+    one = "text,label\nthe cat,red\na dog,\n"  # one name is enough because an example may have no label
     assert numbers(lab.own({"train": one, "dev": one}, "--kind", "multi_label")["dev"]) == [[1], [0]]
 
 
@@ -510,24 +512,22 @@ def test_a_test_file_may_have_labels_or_none(lab: Lab, kind: str) -> None:
         assert (None if found is None else found.tolist()) == expected
 
 
-def test_a_set_of_the_hub_is_read_by_its_splits_and_classes(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    datasets = pytest.importorskip("datasets", reason="needs the extra hub")
+def test_a_hub_dataset_is_read_with_its_splits_and_classes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra `hub` is missing")
     classes = datasets.ClassLabel(names=["no", "yes"])
     features = datasets.Features({"text": datasets.Value("string"), "label": classes})
     labels = {"train": [1, 0], "validation": [0, 1], "test": [-1, -1]}
-    asked = []
+    loaded = []
 
     def load_dataset(*name: Any, split: str, streaming: bool) -> Any:
-        asked.append((*name, split))
+        loaded.append((*name, split))
         rows = {"text": ["a cat", "a dog"], "label": labels[split]}
         return datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     options = ["--train", "hub:a/b:en", "--dev", "hub:a/b:en", "--test", "hub:a/b"]
     directory, manifest = lab.prepare(*options)
-    assert asked == [("a/b", "en", "train"), ("a/b", "en", "validation"), ("a/b", None, "test")]
+    assert loaded == [("a/b", "en", "train"), ("a/b", "en", "validation"), ("a/b", None, "test")]
     assert (manifest.labels, numbers(Examples.open(directory, manifest, "train"))) == (["no", "yes"], [1, 0])
     assert manifest.splits["test"].has_labels is False
 
@@ -535,7 +535,7 @@ def test_a_set_of_the_hub_is_read_by_its_splits_and_classes(
 # --- a dev set drawn from train
 
 
-def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
+def test_a_share_of_train_becomes_dev_independently_of_the_order_of_rows(lab: Lab) -> None:
     rows = [f"the {a} {b} {c} {i}" for i, a in enumerate(WORDS.split()) for b in "xyz" for c in "uvw"]
     found = []
     for name, order in (("a.csv", rows), ("b.csv", [*rows[::-1], rows[0]])):
@@ -558,10 +558,10 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
     assert (issue.setting, issue.kind) == ("own.csv", "out_of_range")
 
 
-def test_a_dev_drawn_from_glues_train_leaves_the_real_one_out(
+def test_a_dev_set_drawn_from_glues_train_replaces_the_real_one(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of dev that also stand in train are counted."""
+    """Rows of dev that also occur in train are counted."""
     rows = [f"{i}\tthe {a} ran {i}\ta cat\tentailment" for i, a in enumerate(WORDS.split() * 3)]
     complete = dataclasses.replace(glue.TASKS["RTE"], rows={"train": len(rows), "dev": 2})
     monkeypatch.setitem(glue.TASKS, "RTE", complete)
@@ -574,7 +574,7 @@ def test_a_dev_drawn_from_glues_train_leaves_the_real_one_out(
     assert manifest.official is False
 
 
-# --- what is refused
+# --- refusals
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -614,7 +614,7 @@ OWN_FILES = {
 
 
 @pytest.mark.parametrize(
-    ("options", "setting", "kind", "value", "said"),
+    ("options", "setting", "kind", "value", "part"),
     [
         ("--train blank.csv --dev good.csv", "blank.csv", "missing", None, "line 4"),
         ("--train no-label.csv --dev good.csv", "no-label.csv", "wrong_type", "", "line 4"),
@@ -634,8 +634,8 @@ OWN_FILES = {
         ("--task RTE --data cut.tar.xz", "cut.tar.xz", "damaged", None, ""),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, options: str, setting: str, kind: str, value: Any, said: str
+def test_invalid_files_and_options_are_refused(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, options: str, setting: str, kind: str, value: Any, part: str
 ) -> None:
     monkeypatch.chdir(lab.folder)
     for name, text in OWN_FILES.items():
@@ -647,11 +647,11 @@ def test_what_does_not_fit_is_refused(
     lab.write("cut.tar.xz", Path(pack(folder, lab.folder / "c.tar.xz")).read_bytes()[:100])
     (issue,) = lab.refused(*options.split())
     assert (issue.setting, issue.kind, issue.value) == (setting, kind, value)
-    assert said in str(issue)
+    assert part in str(issue)
 
 
-def test_a_blank_line_is_an_empty_text_of_one_column_and_none_at_the_end_of_more(lab: Lab) -> None:
-    """In every reader of tables: an empty text is refused, so that the index of a row is that of its line."""
+def test_a_blank_line_is_refused_in_a_single_column_and_ignored_at_the_end_of_several(lab: Lab) -> None:
+    """Every table format refuses an empty text, so that the index of a row follows from its line."""
     for suffix, separator in (("csv", ","), ("tsv", "\t")):
         for text, place in (("text\na\n\nb\n", 3), ("text\na\n\n", 3), ("text\n \nb\n", 2)):
             file = lab.write(f"own.{suffix}", text)
@@ -663,7 +663,7 @@ def test_a_blank_line_is_an_empty_text_of_one_column_and_none_at_the_end_of_more
 
 
 def test_a_table_may_have_long_texts_and_quotes_in_a_tsv(lab: Lab) -> None:
-    """Python's own limit of a field is 131,072 characters."""
+    """The default limit of Python's csv module is 131,072 characters per field."""
     long = "the cat, " * 20_000
     for name, text, texts in (
         ("a.csv", f'text,label\n"{long}",x\n', [long]),

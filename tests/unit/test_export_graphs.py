@@ -1,5 +1,5 @@
-"""Every model of a shipped configuration as a graph for ONNX Runtime, at its own widths and two layers; and
-`make export`, which does it at full size."""
+"""Test the ONNX graph of every shipped configuration's model at full width with two layers. The full size is
+tested by `make export`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.runs_to_export import config_of, finetuned, write_run
 
 SHIPPED = {path.stem: config_of(path.stem) for path in PRETRAINING}
 ONCE = {(each.model, each.data.sequence_length): name for name, each in SHIPPED.items()}.values()
-"""Configurations that differ in model or length; some are one model with two schedules."""
+"""Names of configurations that differ in model or length, not only in the schedule."""
 CONFIGS: dict[str, tuple[Config, Kind]] = {
     **{name: (SHIPPED[name], "mlm") for name in ONCE},
     "recipe": (finetuned(config_of("quickstart"), "recipe"), "classifier"),
@@ -35,8 +35,8 @@ def source_of(folder: Path, name: str) -> ExportSource:
 def difference(
     source: ExportSource, compute: load_exported.Compute, *, tolerance: float | None = None
 ) -> float:
-    """The largest of all batches that `export check` compares; the first outputs are the same within
-    `tolerance`."""
+    """Return the largest difference over the batches of `export check`. With a `tolerance`, also check that
+    the positions of the largest outputs agree."""
     exported = describe(source, "onnx")
     batches = check.make_batches(source, exported)
     assert {ids.shape[1] for ids, *_ in batches} == {5, 37, 128, source.config.data.sequence_length}
@@ -50,7 +50,7 @@ def difference(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_onnx_runtime_computes_the_same(tmp_path: Path, name: str) -> None:
+def test_onnx_runtime_computes_the_outputs_of_the_model(tmp_path: Path, name: str) -> None:
     pytest.importorskip("onnxruntime")
     source = source_of(tmp_path, name)
     write.write_onnx(source, tmp_path, int8=False)
@@ -58,7 +58,7 @@ def test_onnx_runtime_computes_the_same(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_near(tmp_path: Path) -> None:
+def test_an_onnx_masked_language_model_also_serves_as_encoder_and_int8_is_close(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     source = source_of(tmp_path, "crammed-bert")
     whole, small = tmp_path / "fp32", tmp_path / "int8"
@@ -78,7 +78,7 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
 @pytest.mark.parametrize("name", ["token types", "local"])
 def test_a_graph_has_the_inputs_and_windows_of_its_model(tmp_path: Path, name: str) -> None:
     source = source_of(tmp_path, name)
-    write.trace(source, bf16=True)  # leaves the source as it is
+    write.trace(source, bf16=True)  # must not change the source
     assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
     graph = write.trace(source).module()
 

@@ -1,4 +1,4 @@
-"""Our models beside the classes of transformers that they are exported to, with every parameter perturbed."""
+"""Test exported models against their transformers classes, with every parameter perturbed."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ KINDS: tuple[tuple[Kind, dict[str, Any]], ...] = (
 
 
 def outputs_of(config: Config, kind: Kind, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ours and theirs make of a batch, at its tokens."""
+    """Return the outputs of bert-dp and of transformers for a batch, at its real tokens."""
     model = perturbed(config)
     peer = peer_of(model, config, kind)
     ids_BS, mask_BS, types_BS = padded_batch(length, VOCABULARY, SPECIAL["pad"])
@@ -78,11 +78,11 @@ def outputs_of(config: Config, kind: Kind, length: int) -> tuple[torch.Tensor, t
     KINDS,
     ids=lambda part: "-".join(map(str, part.values())) if isinstance(part, dict) else part,
 )
-def test_outputs_are_those_of_the_class(name: str, kind: Kind, options: dict[str, Any]) -> None:
+def test_outputs_equal_those_of_transformers(name: str, kind: Kind, options: dict[str, Any]) -> None:
     config = CONFIGS[name]
     if kind == "classifier":
         if options.get("pooling") == "mean" and config.model.position == "learned":
-            pytest.skip("its class has no mean pooling: refused, below")
+            pytest.skip("the transformers class has no mean pooling")
         config = finetuned(config, "native", **options)
     for length in (5, 37, 128):
         ours, theirs = outputs_of(config, kind, length)
@@ -91,8 +91,8 @@ def test_outputs_are_those_of_the_class(name: str, kind: Kind, options: dict[str
         assert float((ours - theirs).abs().max()) / scale < 1e-5
 
 
-def test_config_json_has_the_names_that_its_class_reads() -> None:
-    """Of dropout, of the tokens that frame an example, and of a classifier's answers."""
+def test_config_json_has_the_fields_that_its_class_reads() -> None:
+    """The test covers dropout, the tokens that frame an example, and a classifier's labels."""
     config = CONFIGS["RobertaPreLayerNorm"]
     model = config.model.model_copy(update={"dropout": 0.1, "attention_dropout": 0.2})
     roberta = settings_of(config.model_copy(update={"model": model}), SPECIAL, "mlm")
@@ -117,13 +117,13 @@ def test_config_json_has_the_names_that_its_class_reads() -> None:
         assert settings["problem_type"] == (kind if kind == "regression" else f"{kind}_classification")
 
 
-# --- a run that is begun with what was exported
+# --- a run that starts from an export
 
 
 @pytest.mark.parametrize("name", ["ModernBERT", "ModernBERT, biases"])
 @pytest.mark.parametrize("kind", ["mlm", "encoder", "classifier"])
-def test_weights_come_back_under_from_modernbert(name: str, kind: Kind) -> None:
-    """Of AutoModel too, whose names have no front, and which has no head."""
+def test_from_modernbert_restores_exported_weights(name: str, kind: Kind) -> None:
+    """An export for AutoModel has names without a prefix, and no head."""
     config = CONFIGS[name]
     if kind == "classifier":
         config = finetuned(config, "native")
@@ -136,11 +136,11 @@ def test_weights_come_back_under_from_modernbert(name: str, kind: Kind) -> None:
     assert dict(from_modernbert(tied)).keys() == expected
 
 
-# --- the directory, and what proves it
+# --- the export directory and its check
 
 
-def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
-    """transformers would draw what is missing at random."""
+def test_weights_that_contradict_config_json_are_refused(tmp_path: Path) -> None:
+    """transformers would initialise missing tensors at random."""
     out = tmp_path / "out"
     out.mkdir()
     write_hf(open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), out)
@@ -152,7 +152,7 @@ def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> 
             foreign.open_directory(out, "hf", "encoder")
 
 
-def test_what_no_class_holds_is_refused_by_its_settings() -> None:
+def test_a_model_without_a_transformers_class_is_refused_by_its_settings() -> None:
     simple = finetuned(config_of("bert-simple"), "native", pooling="mean")
     recipe = finetuned(config_of("crammed-rope"), "recipe")
     gelu = config_of("crammed-rope", model={"mlp": "gelu", "first_attention_norm": True, "head": "none"})
@@ -170,8 +170,8 @@ def test_what_no_class_holds_is_refused_by_its_settings() -> None:
         assert [issue.partition(",")[0].partition(" with")[0] for issue in issues] == named
 
 
-def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
-    """Ordinary tokens of the whole vocabulary, and the padding that the directory names."""
+def test_full_short_and_padded_sequences_are_compared(tmp_path: Path) -> None:
+    """They have ordinary tokens of the whole vocabulary and the padding token of the export."""
     source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
     exported = describe(source, "hf").model_copy(update={"pad": 2, "sequence_length": 100})
     batches = check.make_batches(source, exported)
@@ -182,8 +182,8 @@ def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
     assert len({int(n) for _, mask in batches for n in mask.sum(1)}) > 10
 
 
-def test_a_run_says_what_it_can_be_exported_to() -> None:
-    """A classifier with the head of `auto` to the same, where there is a class."""
+def test_the_export_formats_of_a_run_are_listed() -> None:
+    """A classifier with head `auto` has the head of the transformers class, if there is one."""
     graphs, headless = "ONNX, AOTInductor", "transformers EuroBERT without the head"
     none = "transformers has no class for"
     for name, model, head, formats in (
@@ -201,7 +201,7 @@ def test_a_run_says_what_it_can_be_exported_to() -> None:
         assert export_formats(classifier).startswith(f"transformers {head}" if head != "recipe" else "ONNX")
 
 
-def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
+def test_a_model_card_names_no_directories_and_quotes_only_the_evaluation_of_its_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config_of("small-text"), step=3)
     words = ["/opt/env/bin/bert-dp", "train", "data.sources=[/srv/texts/a b.txt]"]
     (run / "environment.json").write_text(json.dumps({"command": words}))
@@ -214,8 +214,7 @@ def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone
         assert [name in facts for name in ("held-out loss", "dev/auc")] == [is_quoted] * 2
 
 
-def test_a_tokenizer_keeps_roberta_s_frame_and_gets_ours_in_place_of_an_unknown_one(tmp_path: Path) -> None:
-    """Padding is left out."""
+def test_an_export_keeps_a_known_frame_of_a_tokenizer_and_replaces_an_unknown_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", CONFIGS["EuroBERT"])
     source, file = open_run(run, encoder=False), tmp_path / "foreign.json"
     ours = Tokenizer.from_file(str(source.tokenizer_file))
@@ -271,8 +270,8 @@ def test_one_difference_anywhere_fails_the_check() -> None:
         assert check.ExportCheck.model_validate({**PROVEN, **change}).ok == ok
 
 
-def test_a_bias_of_the_keys_is_refused() -> None:
-    """With rotary positions it is no shift that softmax ignores."""
+def test_a_key_bias_is_refused() -> None:
+    """With rotary positions, a key bias is not a constant shift that softmax cancels."""
     bias = torch.arange(12.0)
     name = "model.layers.0.attn.Wqkv.bias"
     with pytest.raises(ConfigError, match=r"Wqkv\.bias has a key bias"):
@@ -282,7 +281,7 @@ def test_a_bias_of_the_keys_is_refused() -> None:
 
 
 def test_a_batch_is_compared_at_its_real_tokens(tmp_path: Path) -> None:
-    """The second sequence has one token, and the difference is over the largest output."""
+    """The second sequence has one real token. The difference is relative to the largest output."""
     source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
     ids_BS, mask_BS = np.ones((2, 2), np.int64), np.array([[1, 1], [1, 0]])
     ours = np.array([[[4.0, 1.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 9.0]]])
@@ -300,7 +299,7 @@ def test_a_batch_is_compared_at_its_real_tokens(tmp_path: Path) -> None:
             check.compare((ids_BS, mask_BS), *pair, exported, 1e-5)
 
 
-def test_a_run_is_found_beside_a_folder_of_the_same_name(
+def test_the_run_of_an_export_is_found_despite_a_directory_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "beside" / "runs" / "first", CONFIGS["ModernBERT"])
@@ -310,7 +309,7 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
     monkeypatch.chdir(tmp_path / "here")
     assert check.open_source(tmp_path / "beside" / "out", exported, None).path == source.path
     later = write_run(tmp_path / "other", CONFIGS["ModernBERT, biases"], step=9) / "checkpoints"
-    shutil.copytree(later / "step-00000009", run / "checkpoints" / "step-00000009")  # it was trained on
+    shutil.copytree(later / "step-00000009", run / "checkpoints" / "step-00000009")  # a later step
     assert check.open_source(tmp_path / "beside" / "out", exported, run).path == source.path
     alone = shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "alone" / "mine")
     assert (source.run_name, open_run(alone, encoder=False).run_name) == ("first", "mine")

@@ -1,4 +1,4 @@
-"""The first cause among what ranks and torchrun left behind, its explanation, and the card that shows it."""
+"""Test the first cause from the records of ranks and torchrun, its explanation, and the card of a failure."""
 
 import errno
 import itertools
@@ -49,15 +49,15 @@ def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> No
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(facts))
 
 
-def cause_of(logs: Path, said: str = "", exits: Sequence[RankExit] = ()) -> Failure:
-    failure = watch.first_cause(logs, said, exits, watch.recorded_errors(logs))
+def cause_of(logs: Path, output: str = "", exits: Sequence[RankExit] = ()) -> Failure:
+    failure = watch.first_cause(logs, output, exits, watch.recorded_errors(logs))
     assert failure is not None
     return failure
 
 
 @pytest.mark.parametrize("kinds", sorted(set(itertools.product(("error", "silence", "peer"), repeat=3))))
-def test_the_earliest_that_is_no_consequence_is_the_cause(tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    """Ranks 2, 1, 0 end in this order: by an error, without a record, or for a peer that has gone."""
+def test_the_first_failure_not_due_to_a_peer_is_the_cause(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """Ranks 2, 1, 0 end in this order: with an error, without a record, or because a peer has ended."""
     exits = []
     for time_ns, (rank, kind) in enumerate(zip((2, 1, 0), kinds, strict=True), start=1):
         if kind == "silence":
@@ -77,8 +77,8 @@ GONE, LATER = "Connection closed by peer", "out of luck"
 
 
 @pytest.mark.parametrize(
-    ("message", "exits", "said", "cause"),
-    [  # rank 0 raises at 50
+    ("message", "exits", "output", "cause"),
+    [  # rank 0 raises its error at time 50
         (GONE, [(0, 1, 52), (1, -9, 51)], "", "rank 1: killed by signal 9 (SIGKILL)"),
         (LATER, [(1, -9, 40), (0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
         (LATER, [(1, -9, 60), (0, 1, 52)], "", "rank 0: RuntimeError: out of luck"),
@@ -90,26 +90,26 @@ GONE, LATER = "Connection closed by peer", "out of luck"
         (LATER, [], TORCHRUN, "rank 0: RuntimeError: out of luck"),
     ],
 )
-def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
-    tmp_path: Path, message: str, exits: list[tuple[int, int | None, int]], said: str, cause: str
+def test_the_first_rank_to_end_is_the_cause_unless_an_error_came_earlier(
+    tmp_path: Path, message: str, exits: list[tuple[int, int | None, int]], output: str, cause: str
 ) -> None:
     error(tmp_path, 0, message, 50)
-    failure = cause_of(tmp_path, said, [RankExit(*each) for each in exits])
+    failure = cause_of(tmp_path, output, [RankExit(*each) for each in exits])
     assert failure.headline() == cause
     assert (failure.kind == "killed") == ("killed" in cause)
 
 
-def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
+def test_the_earliest_exception_is_the_cause_unless_there_is_bad_input(tmp_path: Path) -> None:
     assert watch.first_cause(tmp_path, "", (), ()) is None
     error(tmp_path, 0, "late", 9)
     error(tmp_path, 1, "early", 3)
     assert cause_of(tmp_path).rank == 1
-    assert cause_of(tmp_path, TORCHRUN).source is None, "the kill was of the rank that raised"
+    assert cause_of(tmp_path, TORCHRUN).source is None, "the killed rank is the one that raised"
     error(tmp_path, 2, "optim.lr: wrong", 20, issues=[WRONG])
     assert cause_of(tmp_path).issues == [WRONG]
 
 
-def test_the_end_of_a_log_comes_along_without_that_of_an_earlier_start(tmp_path: Path) -> None:
+def test_a_failure_includes_the_end_of_the_log_without_lines_of_an_earlier_start(tmp_path: Path) -> None:
     path = tmp_path / "rank-1.log"
     path.write_text("x" * 5_000_000 + f"\nof the first start\n{STARTED_AGAIN}\nsetting up\n")
     assert cause_of(tmp_path, TORCHRUN).log_tail == ["setting up"]
@@ -119,7 +119,7 @@ def test_the_end_of_a_log_comes_along_without_that_of_an_earlier_start(tmp_path:
     assert watch.read_end(tmp_path / "none") == ""
 
 
-def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path: Path) -> None:
+def test_consequences_are_listed_apart_from_ranks_with_the_same_error(tmp_path: Path) -> None:
     error(tmp_path, 1, "loss is not finite", 3)
     error(tmp_path, 2, "loss is nowhere finite", 4)
     error(tmp_path, 0, "[/build/gloo/pair.cc:537] Connection closed by peer [::1]:9. Typically it hangs.", 5)
@@ -147,7 +147,7 @@ Extension modules: numpy.core (total: 1)
 """
 
 
-def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path) -> None:
+def test_a_crash_shows_the_stack_of_its_thread_and_the_line_of_own_code(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text(CRASH)
     failure = cause_of(tmp_path, "", [RankExit(1, -signal.SIGSEGV, 1)])
     assert (failure.killed_by, failure.where, failure.source) == (11, "/data/mine/hook.py:12", "in poke")
@@ -155,24 +155,23 @@ def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path
     assert failure.log_tail[1].startswith("Current thread")
     assert failure.log_tail[-1].endswith('main.py", line 3 in <module>')
     killed = cause_of(tmp_path, "", [RankExit(1, -signal.SIGKILL, 1)])
-    # that stack is of an earlier part of the log, SIGKILL leaves none
+    # SIGKILL leaves no stack, so the stack in the log is older
     assert (killed.where, killed.log_tail[0]) == (None, "setting up")
 
 
-def test_the_first_line_of_a_message_that_says_something() -> None:
+def test_first_line_returns_the_first_informative_line_of_a_message() -> None:
     assert first_line("\n\n  one  \ntwo") == "one"
     assert first_line("[enforce fail at alloc_cpu.cpp:118] err") == "[enforce fail at alloc_cpu.cpp:118] err"
     assert first_line("[/a/b/pair.cc:537] Read error") == "Read error"
     assert len(first_line("x" * 10_000)) < 700
 
 
-def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
-    """And cannot control the terminal."""
-    said: dict[str, Any] = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
-    said |= {"where": "mine.py:7", "source": "in f: g()", "log": "rank-3.log", "log_tail": ["a", "\x1b]0;b"]}
-    said["consequences"] = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
-    said["memory"] = RunMemory(peaks_gib={"rank 3": 2.0, "rank 1": 1.0}, oom_kills=0, counter=None)
-    lines = card(Failure(rank=3, message="ValueError: \x1b[2Jno", **said), tmp_path)
+def test_the_card_shows_the_most_important_lines_first_and_no_control_characters(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
+    facts |= {"where": "mine.py:7", "source": "in f: g()", "log": "rank-3.log", "log_tail": ["a", "\x1b]0;b"]}
+    facts["consequences"] = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
+    facts["memory"] = RunMemory(peaks_gib={"rank 3": 2.0, "rank 1": 1.0}, oom_kills=0, counter=None)
+    lines = card(Failure(rank=3, message="ValueError: \x1b[2Jno", **facts), tmp_path)
     assert lines[0].startswith("failed: rank 3: ValueError: ")
     assert lines[1:4] == ["  at mine.py:7 in f: g()", "  log: rank-3.log", f"  run: {tmp_path}"]
     assert lines[4:7] == ["  same error on ranks: 0, 1", "  why: it is so", "  fix: do so"]
@@ -195,14 +194,14 @@ def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: 
         record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
-    # raised in the standard library, blamed on the line above
+    # the error is raised in the standard library but attributed to the line of this test
     assert facts["error_type"] == "JSONDecodeError"
     assert facts["where"].rpartition(":")[0] == __file__
     name = "test_the_cause_is_written_before_its_traceback"
     assert facts["source"] == f'in {name}: json.loads("{{")'
 
 
-def test_bad_input_is_recorded_as_such_and_no_error_holds_a_secret(
+def test_bad_input_is_recorded_and_no_error_contains_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record_error(0, ConfigError([Issue(**WRONG)]))
@@ -215,7 +214,7 @@ def test_bad_input_is_recorded_as_such_and_no_error_holds_a_secret(
         assert ("login with" in text, "q7Zx-81kkd-Pw04ff" in text) == (True, False)
 
 
-def test_own_code_is_neither_pythons_nor_a_packages() -> None:
+def test_own_code_excludes_python_and_installed_packages() -> None:
     assert files.is_own_code(files.__file__)
     assert files.is_own_code("/data/mine/hook.py")
     installed = (json.__file__, pytest.__file__, f"{sysconfig.get_path('purelib')}/torch/nn/linear.py")
@@ -227,7 +226,7 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
     record_error(0, RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
-    assert failure.kind == "not_finite", "whatever the words"
+    assert failure.kind == "not_finite", "the kind must not depend on the message"
     assert failure.agreed
     assert failure.log == str(tmp_path / "rank-0.log")
 
@@ -240,7 +239,7 @@ def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
         (None, "step-00000002 could not be saved: [Errno 28] No space left on device", "disk"),
     ],
 )
-def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
     failure = watch.add_disk_error(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: cannot write to {tmp_path}"
@@ -274,14 +273,14 @@ def size(of: Config, world: int) -> float:
 
 
 def applied(base: Config, fix: str) -> Config:
-    """The configuration after the setting of a fix."""
+    """Return the configuration with the micro batch of a fix."""
     (micro,) = re.findall(r"batch.micro_size=(\d+)", fix)
     return base.model_copy(update={"batch": base.batch.model_copy(update={"micro_size": int(micro)})})
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [4.0, 6.0, 10.0])
-def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
+def test_the_advised_micro_batch_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
     base = config()
     estimate, fix = suggest_micro_batch(base, "bf16", world, capacity, on_gpu=True)
     assert f"{size(base, world):.2f} GiB at micro batch 128; available: {capacity:.2f} GiB" in estimate
@@ -292,10 +291,10 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
     assert f" (accumulation {before} -> {after}, global batch" in fix
     assert fix.endswith(f"about {size(changed, world):.2f} GiB")
     larger = applied(base, f"batch.micro_size={2 * changed.batch.micro_size}")
-    assert size(larger, world) > (1 - watch.SPARE) * capacity, "micro batches are powers of two"
+    assert size(larger, world) > (1 - watch.SPARE) * capacity, "not the largest that fits"
 
 
-def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
+def test_a_smaller_micro_batch_is_advised_even_if_the_estimate_fits() -> None:
     base = config("batch.micro_size=8")
     for times, fits in ((1000.0, True), (1.05, True), (0.95, False)):
         estimate, fix = suggest_micro_batch(base, "bf16", 1, times * size(base, 1), on_gpu=True)
@@ -303,7 +302,7 @@ def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
         assert size(applied(base, fix), 1) <= (1 - watch.SPARE) * size(base, 1)
 
 
-def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
+def test_other_settings_are_advised_if_one_sequence_does_not_fit() -> None:
     _, fix = suggest_micro_batch(config(), "bf16", 4, 0.1, on_gpu=True)
     assert fix.startswith("by the estimate, no smaller micro batch fits")
     assert "parallel.engine=zero1" in fix
@@ -331,36 +330,36 @@ def run_dir(tmp_path: Path) -> Path:
         ("AcceleratorError: CUDA error: out of memory", 12),
     ],
 )
-def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, gib: int) -> None:
+def test_a_device_out_of_memory_needs_a_smaller_micro_batch(run_dir: Path, message: str, gib: int) -> None:
     explained = explain(raised(message), run_dir, 1, NONE)
     assert f"available: {gib:.2f} GiB" in explained.explanation[-1]
     assert explained.fix[0].startswith("batch.micro_size=")
     assert explained.memory is None
 
 
-def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None:
-    assert "fewer ranks" in explain(raised(HOST), run_dir, 2, NONE).fix[0], "GPUs hold the model"
+def test_host_memory_is_divided_between_the_ranks_of_a_node(run_dir: Path) -> None:
+    assert "fewer ranks" in explain(raised(HOST), run_dir, 2, NONE).fix[0], "the GPUs hold the model"
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     explained = explain(raised(HOST), run_dir, 2, NONE)
     assert explained.explanation[0] == "control group limit 20.00 GiB / 2 ranks = 10.00 GiB per rank"
     assert "available: 10.00 GiB" in explained.explanation[1]
     assert explained.memory is NONE
     files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
-    whole = explain(raised(HOST), run_dir, 4, NONE, here=2).explanation[0]  # of two nodes
+    whole = explain(raised(HOST), run_dir, 4, NONE, here=2).explanation[0]  # on one of two nodes
     assert whole == "machine memory 64.00 GiB / 2 ranks = 32.00 GiB per rank"
 
 
 @pytest.mark.parametrize(
-    ("oom_kills", "said"),
+    ("oom_kills", "part"),
     [(2, "because host memory ran out"), (0, "outside the run: no"), (None, "or by the kernel")],
 )
-def test_kills_by_the_kernel_and_by_others(run_dir: Path, oom_kills: int | None, said: str) -> None:
+def test_kills_by_the_kernel_have_their_own_advice(run_dir: Path, oom_kills: int | None, part: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     killed = Failure(rank=1, kind="killed", message="killed by signal 9", killed_by=signal.SIGKILL)
     for peaks, peaked in (({"rank 1": 3.5}, "peaked at 3.50 GiB"), ({}, "before its memory was sampled")):
         memory = RunMemory(peaks_gib=peaks, oom_kills=oom_kills, counter="memory.events")
         explained = explain(killed, run_dir, 2, memory)
-        assert said in explained.explanation[0]
+        assert part in explained.explanation[0]
         assert peaked in explained.explanation[0]
         assert explained.memory is memory
         assert explained.kind == ("host_memory" if oom_kills else "killed")
@@ -375,6 +374,6 @@ def test_a_crash_is_explained(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("message", ["ValueError: no", HOST])
-def test_without_a_configuration_nothing_is_made_up(tmp_path: Path, message: str) -> None:
+def test_without_a_configuration_there_is_no_explanation(tmp_path: Path, message: str) -> None:
     explained = explain(raised(message), tmp_path, 1, NONE)
     assert (explained.message, explained.explanation, explained.fix) == (message, [], [])

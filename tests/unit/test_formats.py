@@ -1,4 +1,4 @@
-"""The formatter of numbers."""
+"""Test the formatting of numbers."""
 
 import math
 
@@ -41,11 +41,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("formatter", CASES, ids=lambda formatter: formatter.__name__)
-def test_format(formatter):
+def test_each_formatter_formats_its_values(formatter):
     assert {value: formatter(value) for value in CASES[formatter]} == CASES[formatter]
 
 
-def test_numbers_with_their_units():
+def test_numbers_are_formatted_with_their_units():
     assert {formats.format_si(*given): given for given in SI.values()} == SI
     assert formats.format_interval([0.5, 1], formats.format_percent) == "50.0 % to 100.0 %"
     assert formats.format_interval(None, formats.format_percent) == NA
@@ -53,6 +53,6 @@ def test_numbers_with_their_units():
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "text", True, [1]])
-def test_what_is_not_a_number_is_not_zero(value):
+def test_a_value_that_is_not_a_number_is_shown_as_not_available(value):
     shown = [text for unit, text in formats.FORMATS.items() if unit != "word"]
     assert {text(value) for text in shown} == {NA}

@@ -1,4 +1,4 @@
-"""The fit of L(N, D), its intervals, and the older parabolas, on synthetic laws and published runs."""
+"""Test the fit of L(N, D), its intervals, and the fit of parabolas, on synthetic laws and published runs."""
 
 import csv
 import math
@@ -19,7 +19,7 @@ BUDGETS = (1e15, 3e15, 1e16, 3e16)
 def runs_of(
     law: LossLaw, seed: int = 0, noise: float = 0.0, sizes: tuple[float, float] = (0.2, 5.0)
 ) -> list[CompletedRun]:
-    """Nine sizes at each budget, around the best one, with noise in the logarithm of the loss."""
+    """Return runs of nine sizes around the best one at each budget, with noise in the log of the loss."""
     random = np.random.default_rng(seed)
     runs = []
     for budget in BUDGETS:
@@ -56,7 +56,7 @@ def test_without_noise_the_best_size_is_exact_where_a_parabola_is_not(law, sizes
 
 @pytest.mark.parametrize(("seeds", "least"), [(4, 4), pytest.param(100, 90, marks=pytest.mark.slow)])
 def test_intervals_cover_the_best_size_in_nine_of_ten(seeds: int, least: int) -> None:
-    """At the largest budget and at ten times it."""
+    """The budgets are the largest one of the runs and ten times as much."""
     counts = [0, 0]
     for seed in range(seeds):
         fit = loss_fit.fit(runs_of(LAW, seed, 0.01), draws=30)
@@ -66,9 +66,9 @@ def test_intervals_cover_the_best_size_in_nine_of_ten(seeds: int, least: int) ->
     assert min(counts) >= least
 
 
-def test_parabolas_of_the_published_masked_lms() -> None:
+def test_parabolas_of_the_published_masked_lms_have_the_known_exponents() -> None:
     if not PROTEIN_LMS.is_file():
-        pytest.skip(f"the published runs are not here: {PROTEIN_LMS.name}")
+        pytest.skip(f"the published runs are missing: {PROTEIN_LMS.name}")
     with PROTEIN_LMS.open(newline="") as file:
         rows = list(csv.DictReader(file))
     runs = [[float(row[name]) for name in ("budget_flops", "parameters", "loss")] for row in rows]

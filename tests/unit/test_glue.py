@@ -1,4 +1,4 @@
-"""Test `eval glue` on made trials: scores, medians, the average, the rate, the pages."""
+"""Test `eval glue` on simulated trials: scores, medians, the average, the learning rate, and comparisons."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
 
 def read(out: Path, name: str, scores: dict[str, Any], **summary: Any) -> GlueTrial:
-    """Write a trial that has ended and read it."""
+    """Write a finished trial and read it."""
     task = make_task(name)
     trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, 0)
     write_trial(trial, scores, **summary)
@@ -59,7 +59,7 @@ def test_a_trial_without_all_its_scores_has_failed(
     assert str(trial.cause).startswith(cause)
 
 
-def test_the_median_and_the_deviation_are_over_the_seeds_that_have_a_score() -> None:
+def test_the_median_and_the_deviation_use_only_seeds_with_a_score() -> None:
     (score,) = scored_task("RTE", [0.5, None, 0.7, 0.55]).scores
     assert score.seeds == [0.5, None, 0.7, 0.55]
     assert score.median == 0.55
@@ -82,7 +82,7 @@ def test_the_median_trial_is_one_of_the_trials() -> None:
     assert whole.median_trial == "s1"  # by the first metric
 
 
-def test_the_average_is_the_mean_of_nine_numbers_by_the_metrics_of_the_recipe() -> None:
+def test_the_average_is_the_mean_of_nine_scores_with_the_metrics_of_the_recipe() -> None:
     metrics = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}
     values = {name: 0.1 * k for k, name in enumerate(EIGHT)}  # CoLA 0
     tasks = []
@@ -109,7 +109,7 @@ def test_the_average_is_the_mean_of_nine_numbers_by_the_metrics_of_the_recipe() 
         ("MNLI", None),
     ],
 )
-def test_there_is_no_average_without_all_of_them(name: str, task: GlueTask | None) -> None:
+def test_there_is_no_average_without_every_task_and_seed(name: str, task: GlueTask | None) -> None:
     whole = {each: scored_task(each, [0.5, 0.5]) for each in EIGHT}
     tasks = [task if each == name else whole[each] for each in EIGHT]
     assert glue_scores.average([each for each in tasks if each]) == (None, [name])
@@ -119,7 +119,7 @@ def options(*tasks: str) -> GlueOptions:
     return GlueOptions(tasks=list(tasks), seeds=2)
 
 
-def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
+def test_a_trial_scales_its_learning_rate_and_logs_to_no_service(tmp_path: Path) -> None:
     given = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]")
     mnli = make_task("MNLI")
     config = glue.make_trial(make_grid(options("MNLI"), [mnli], given), tmp_path, mnli, 0).config
@@ -130,7 +130,7 @@ def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scores", "status", "code"), [([0.5, 0.6], "complete", 0), ([None, None], "failed", 1)]
 )
-def test_every_task_runs_with_every_seed_and_an_evaluation_ends_as_its_trials_do(
+def test_every_task_runs_with_every_seed_and_the_status_follows_from_the_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float | None], status: str, code: int
 ) -> None:
     tasks = [make_task("MRPC", examples=40), make_task("RTE", examples=4)]
@@ -156,7 +156,7 @@ def test_every_task_runs_with_every_seed_and_an_evaluation_ends_as_its_trials_do
 MISSING = {name: ["QQP/train.tsv", "QQP/dev.tsv"] if name == "QQP" else [] for name in (*EIGHT, "WNLI")}
 
 
-def test_every_task_that_is_there_is_taken_in_order() -> None:
+def test_available_tasks_are_chosen_in_order() -> None:
     found, left_out = choose_tasks(MISSING, GlueOptions())
     assert found.tasks == [name for name in MISSING if name != "QQP"]
     assert left_out == {"QQP": "no QQP/train.tsv, QQP/dev.tsv in --data"}
@@ -177,7 +177,7 @@ def test_settings_that_an_evaluation_ignores_are_refused() -> None:
     assert [issue.setting for issue in issues] == ["checkpoint.keep", "log.to"]
 
 
-def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
+def test_the_held_out_loss_of_a_start_is_from_its_own_step(tmp_path: Path) -> None:
     write_lines(tmp_path / "evals.jsonl", [{"step": 250, "loss": 5.25}, {"step": 500, "loss": 4.5}])
     for step, init, loss in ((250, "checkpoint", 5.25), (750, "checkpoint", None), (250, "random", None)):
         grid = make_grid(GlueOptions(tasks=["RTE"], init=init))
@@ -186,7 +186,7 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
         assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
-def test_evaluations_that_do_not_compare_are_refused(tmp_path: Path) -> None:
+def test_evaluations_that_are_not_comparable_are_refused(tmp_path: Path) -> None:
     a = write_glue(tmp_path / "a", scored_task("RTE", [0.5]))
     b = write_glue(tmp_path / "b", scored_task("MRPC", [0.5]))
     c = write_glue(tmp_path / "c", scored_task("RTE", [0.5], dev_share=0.1))

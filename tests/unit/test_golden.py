@@ -1,7 +1,7 @@
-"""The numbers of fixed reports are the recorded ones."""
+"""Test that the numbers of fixed reports equal the recorded ones."""
 
 from tests.golden.__main__ import check
 
 
-def test_the_numbers_of_reports_are_as_recorded() -> None:
+def test_the_numbers_of_reports_equal_the_recorded_ones() -> None:
     assert check() == []

@@ -1,5 +1,5 @@
-"""Whom the evidence names (stacks, states, places and collectives of ranks without progress), and when the
-watch reports, over heartbeats and stacks that a test writes."""
+"""Test which ranks the evidence of a hang names (stacks, process states, steps, collectives), and when
+the watch reports a hang. The tests write heartbeats and stacks."""
 
 import dataclasses
 import itertools
@@ -65,18 +65,18 @@ Current thread 0x00007f02 (most recent call first):
 """
 
 
-def test_the_main_threads_frames_are_read() -> None:
+def test_the_frames_of_the_main_thread_are_read() -> None:
     stack = hangs.parse_stack(DUMP)
     assert [f.function for f in stack] == ["recv", "<lambda>", "train_step"]
     assert (hangs.parse_stack(DUMP + DUMP), hangs.parse_stack("")) == (stack, ())
-    assert (snapshot(0, stack[:1]).where, snapshot(0).where) == (stack[0], None), "a package's, or none"
+    assert (snapshot(0, stack[:1]).where, snapshot(0).where) == (stack[0], None), "only packages, or no stack"
     assert snapshot(0, stack).where == Frame("/users/me/my model.py", 3, "<lambda>")
 
 
-def test_what_a_stack_waits_in() -> None:
+def test_a_stack_shows_the_operation_that_it_waits_in() -> None:
     assert hangs.waits_in(GATHER) == (2, "all_gather")
     inside = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "_store_based_barrier")
-    assert hangs.waits_in((inside, *GATHER[:1])) == (2, "all_gather"), "the call, not what it is made of"
+    assert hangs.waits_in((inside, *GATHER[:1])) == (2, "all_gather"), "not the inner call"
     zero1 = (Frame("/p/bert_dp/parallel/zero1.py", 9, "_wait"),)
     device = (Frame(f"{TORCH}/cuda/__init__.py", 9, "synchronize"),)
     assert [hangs.waits_in(stack)[0] for stack in (TICK, BACKWARD, zero1, device)] == [2, 1, 2, 1]
@@ -89,27 +89,27 @@ def test_what_a_stack_waits_in() -> None:
 
 ABSENT = RankSnapshot(1, Heartbeat(), 400.0, 400.0)
 CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
-    "stopped, before all else": (
+    "a stopped rank takes precedence": (
         [snapshot(0, WORK, step=3), snapshot(1, state="T", step=5, unheard_s=30.0)],
         (1,),
         "stopped by a signal (SIGSTOP)",
     ),
-    "stopped by two": ([snapshot(0, state="T"), snapshot(1, state="t")], (0, 1), "stopped by a signal"),
-    "behind one that compiles": (
+    "two stopped ranks": ([snapshot(0, state="T"), snapshot(1, state="t")], (0, 1), "stopped by a signal"),
+    "behind a rank that compiles": (
         [snapshot(0, step=0, phase="setup"), snapshot(1, step=0, phase="compile")],
         (0,),
         "behind the others, which are in phase compile",
     ),
-    "behind one that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
+    "behind a rank that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
     "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not responding: interpreter"),
     "in the kernel": ([snapshot(0), snapshot(1, unheard_s=29.0, state="D")], (1,), "not responding: blocked"),
-    "ahead of one that is heard, its launch waits for room in its GPU's queue": (
+    "silent ranks ahead of a rank that is heard wait for the full queue of their GPU": (
         [snapshot(0, WORK, step=4), snapshot(1, step=5, unheard_s=29.0), snapshot(2, step=5, unheard_s=29.0)],
         (0,),
         "behind the others",
     ),
-    "not begun: behind, not frozen": ([snapshot(0, GATHER, step=0, phase="compile"), ABSENT], (1,), "behind"),
-    "the last of many places": (
+    "not started, so not frozen": ([snapshot(0, GATHER, step=0, phase="compile"), ABSENT], (1,), "behind"),
+    "the last of several places": (
         [snapshot(0, step=5), snapshot(1, phase="log"), snapshot(2), snapshot(3, phase="log")],
         (2,),
         "behind the others, which are in step 5 (phase step, micro batches done: 0)",
@@ -119,18 +119,14 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
         (1,),
         "not in the collective in which the others wait",
     ),
-    "at work, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
+    "working, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
     "in the backward pass, not the collective": ([snapshot(0, BACKWARD), snapshot(1, GATHER)], (0,), "not"),
-    "nobody: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "the cause is unknown"),
-    "nobody: no stacks": ([snapshot(0), snapshot(1)], (), "the cause is unknown"),
+    "no rank: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "the cause is unknown"),
+    "no rank: no stacks": ([snapshot(0), snapshot(1)], (), "the cause is unknown"),
     "a lone rank": ([snapshot(0, WORK)], (0,), "the only rank"),
-    "heard late": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "the cause is unknown"),
-    "heard no later than it moved": (
-        [snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)],
-        (),
-        "the cause",
-    ),
-    "waiting for data, with as many micro batches done": (
+    "a late heartbeat": ([snapshot(0, unheard_s=10.0), snapshot(1)], (), "the cause is unknown"),
+    "heartbeat with progress": ([snapshot(0, silent_s=2.0, unheard_s=2.0), snapshot(1)], (), "the cause"),
+    "waiting for data with an equal number of micro batches done": (
         [snapshot(0, BACKWARD, done=3), snapshot(1, WORK, phase="data", done=3), snapshot(2, done=3)],
         (1,),
         "behind",
@@ -145,9 +141,9 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", CULPRITS)
-def test_whom_the_evidence_names(what: str) -> None:
-    snapshots, ranks, reason = CULPRITS[what]
+@pytest.mark.parametrize("case", CULPRITS)
+def test_the_evidence_names_the_hung_ranks(case: str) -> None:
+    snapshots, ranks, reason = CULPRITS[case]
     diagnosis = find_culprit(snapshots)
     assert diagnosis.ranks == ranks
     assert diagnosis.reason.startswith(reason)
@@ -158,7 +154,7 @@ def test_whom_the_evidence_names(what: str) -> None:
 
 SUM, COPY, GATHERED = "all_reduce", "broadcast", "all_gather"
 SAME, OLD = started(SUM, COPY), started(COPY, SUM, SUM)
-# tensor parallelism 2 x data parallelism 2: rank 1 sleeps, its partner 0 waits, so 2 waits for 0
+# tensor parallelism 2 x data parallelism 2: rank 1 sleeps, so rank 0 waits for it, and rank 2 for rank 0
 IN_GROUPS = {
     0: started(SUM, SUM, group="tp0") + started(SUM, group="dp0"),
     1: started(SUM, group="tp0") + started(SUM, group="dp1"),
@@ -177,8 +173,8 @@ MUTUAL = {
         ({0: SAME, 1: SAME}, None, ""),
         ({0: (), 1: ()}, None, ""),
         ({0: SAME, 1: ()}, None, ""),  # rank 1 could not answer
-        ({0: OLD, 1: OLD[1:]}, None, ""),  # compared where they meet
-        ({0: started("scatter"), 1: started("scatter", size=0)}, None, ""),  # inputs that may differ
+        ({0: OLD, 1: OLD[1:]}, None, ""),  # only operations that both ranks recorded are compared
+        ({0: started("scatter"), 1: started("scatter", size=0)}, None, ""),  # inputs of scatter may differ
         (
             {0: SAME, 1: SAME[:1], 2: SAME},
             (1,),
@@ -198,19 +194,19 @@ MUTUAL = {
         (MUTUAL, (0, 1), "wait for each other"),
     ],
 )
-def test_who_has_not_started_a_collective(recorded: Any, ranks: tuple[int, ...] | None, words: str) -> None:
+def test_collectives_show_the_hung_ranks(recorded: Any, ranks: tuple[int, ...] | None, words: str) -> None:
     diagnosis = compare_collectives(recorded)
     assert (diagnosis and diagnosis.ranks) == ranks
     assert ranks is None or words in diagnosis.reason
 
 
-def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
-    """All ranks have passed on as much: the GPU of one has not begun what those of the others are in."""
+def test_a_rank_is_named_if_only_its_gpu_is_behind() -> None:
+    """Both ranks have launched the same collectives, but one GPU has not started the last of them."""
     ahead = started(SUM, SUM)
     behind = [*ahead[:-1], {**ahead[-1], "state": "scheduled"}]
     assert compare_collectives({0: ahead, 1: behind}) is None
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
-    diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
+    diagnosis = find_culprit(snapshots)  # takes precedence over the place in the step, where rank 0 is behind
     reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
     assert "rank 1 in step 4 (phase step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
@@ -221,7 +217,7 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
 # --- the report
 
 
-def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
+def test_a_report_has_the_stack_of_the_named_rank_and_one_line_for_each_other_rank() -> None:
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
     snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, deep, step=3), snapshot(2)]
     head, place, *lines = hangs.report(snapshots, find_culprit(snapshots))
@@ -243,11 +239,11 @@ STACK = 'Current thread 0x1 (most recent call first):\n  File "/p/model.py", lin
 
 
 class Rank:
-    """Stands for a worker's process: a heartbeat file, and an answer to the signal."""
+    """Fake process of a worker, with a heartbeat file and an answer to SIGUSR2."""
 
     def __init__(self, run_dir: Path, rank: int):
         self.pid, self.signals = os.getpid(), 0
-        self.goes_on_when_asked = self.is_deaf = False
+        self.progresses_when_signalled = self.is_deaf = False
         self.answer, self.collectives = STACK, list[dict[str, Any]]()
         self.path, self.stack = heartbeat_path(run_dir, rank), run_dir / "logs" / f"rank-{rank}.stack"
         self.path.parent.mkdir(exist_ok=True)
@@ -274,19 +270,19 @@ class Rank:
             file.write(self.answer)
         facts = {"pid": self.pid, "progress": self.beat.progress, "collectives": self.collectives}
         self.stack.with_name(f"{self.stack.stem}.collectives.json").write_text(json.dumps(facts))
-        if self.goes_on_when_asked:
+        if self.progresses_when_signalled:
             self.go()
 
 
 class Scene:
-    """A watch over ranks, a clock, and what was said."""
+    """Watch over fake ranks, with a fake clock and the lines that the watch reports."""
 
     def __init__(self, run_dir: Path, num_ranks: int = 2, **options: float):
         (run_dir / "logs").mkdir()
-        self.said: list[str] = []
+        self.reported: list[str] = []
         self.ranks = {number: Rank(run_dir, number) for number in range(num_ranks)}
         limits = RunConfig(**{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options})
-        self.watch = Watch(run_dir, self.said.append, limits)
+        self.watch = Watch(run_dir, self.reported.append, limits)
         self.now = self.watch._looked
         self.ended: Failure | None = None
 
@@ -295,7 +291,7 @@ class Scene:
         self.ended = self.ended or self.watch.poll(self.ranks, self.now)
 
     def quiet(self, seconds: float, *, frozen: int | None = None, going: int | None = None) -> float | None:
-        """All alive and none progresses, but for `frozen` and `going`; seconds until the first report."""
+        """Keep all ranks but `frozen` alive and let only `going` progress. Return the seconds to a report."""
         for second in range(round(seconds)):
             for number, rank in self.ranks.items():
                 if number != frozen:
@@ -303,12 +299,12 @@ class Scene:
                 if number == going:
                     rank.go("evaluate")
             self.look()
-            if self.said:
+            if self.reported:
                 return second + 1
         return None
 
     def train(self, steps: int, seconds_per_step: float = 1.0) -> None:
-        """From where the ranks are."""
+        """Train `steps` more steps on every rank."""
         for _ in range(steps):
             for rank in self.ranks.values():
                 rank.go("data", rank.beat.step + 1)
@@ -326,8 +322,8 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def test_who_is_left_alone(scene: Scene) -> None:
-    """Healthy ranks, time in which the watch did not run, and ranks without any heartbeat."""
+def test_healthy_and_unstarted_ranks_are_not_reported(scene: Scene) -> None:
+    """A pause of the watch is not reported either."""
     scene.train(100)
     scene.look(10_000.0)
     assert sum(rank.signals for rank in scene.ranks.values()) == 0
@@ -335,40 +331,40 @@ def test_who_is_left_alone(scene: Scene) -> None:
         rank.path.unlink()
     for _ in range(1000):
         scene.look()
-    assert scene.said == []
+    assert scene.reported == []
 
 
-def test_a_rank_that_compiles_is_given_time(scene: Scene) -> None:
-    """A padded length that comes for the first time is compiled in the middle of a step."""
+def test_a_rank_that_compiles_gets_more_time(scene: Scene) -> None:
+    """A new padded length is compiled in the middle of a step."""
     scene.train(5)
     scene.ranks[1].answer = STACK.replace("/p/model.py", "/p/torch/_inductor/async_compile.py")
     assert scene.quiet(hangs.PATIENT_S - 40) is None
-    assert scene.ranks[0].signals < 12, "it is looked at again from time to time"
+    assert scene.ranks[0].signals < 12, "the evidence must be gathered again only from time to time"
     assert scene.quiet(100) is not None, "a compiler may hang too"
 
 
-def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_path: Path) -> None:
+def test_a_hang_and_its_end_are_each_reported_once(scene: Scene, tmp_path: Path) -> None:
     scene.train(5)
     moved = scene.now
     scene.ranks[0].go("log")
     assert 20 <= scene.quiet(60) <= 30
-    assert "hang: rank 1 in step 5 (phase step" in scene.said[0]
-    assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
+    assert "hang: rank 1 in step 5 (phase step" in scene.reported[0]
+    assert "rank 1 at /p/model.py:7 in forward" in scene.reported[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
-    assert scene.said[-1].startswith("  bert-dp ends the run in 600 s")
-    count = len(scene.said)
+    assert scene.reported[-1].startswith("  bert-dp ends the run in 600 s")
+    count = len(scene.reported)
     scene.quiet(100)
-    assert len(scene.said) == count
+    assert len(scene.reported) == count
     again = scene.now + 1
     scene.train(3)
-    assert scene.said[count] == f"the run continues after {again - moved:.0f} s without progress", (
-        "since rank 1 has moved last"
+    assert scene.reported[count] == f"the run continues after {again - moved:.0f} s without progress", (
+        "counted from the last progress of rank 1"
     )
-    assert len(scene.said) == count + 1
+    assert len(scene.reported) == count + 1
     assert "continues after" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
-    scene.said.clear()
-    assert scene.quiet(60) is not None, "a second hang"
+    scene.reported.clear()
+    assert scene.quiet(60) is not None, "a second hang must be reported"
 
 
 def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
@@ -376,7 +372,7 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     scene.train(5)
     scene.ranks[0].go("log")
     assert scene.quiet(60) is not None
-    scene.ranks[0].go("log")  # one rank that moves is no run that goes on
+    scene.ranks[0].go("log")  # progress of one rank does not end the hang
     for _ in range(45):
         scene.look()
     assert scene.ended is None
@@ -388,8 +384,8 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     assert scene.ended.log_tail[0].startswith("  rank 1 at /p/model.py:7")
 
 
-def test_what_an_earlier_hang_left_is_no_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that can write no stack has none, and is not waited for without end."""
+def test_the_evidence_of_an_earlier_hang_is_not_used(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for a rank that cannot write a stack is limited."""
     now, naps = itertools.count(0.0, 0.5), iter(range(50))
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: next(naps), strftime=str)
     monkeypatch.setattr(hangs, "time", clock)
@@ -400,31 +396,31 @@ def test_what_an_earlier_hang_left_is_no_answer(scene: Scene, monkeypatch: pytes
         rank.is_deaf = True
     (scene.ranks[1].stack.parent / "rank-1.collectives.json").write_text('{"pid": 1, "collectives": [{}]}')
     assert scene.quiet(60) is not None
-    assert scene.said[1] == "  rank 1: no stack available"
+    assert scene.reported[1] == "  rank 1: no stack available"
 
 
-def test_the_collectives_of_this_silence_are_evidence(scene: Scene) -> None:
-    """Rank 0 is in the same place and is not named: it waits in a collective that rank 1 has not started."""
+def test_the_collectives_of_this_hang_are_evidence(scene: Scene) -> None:
+    """Rank 0 is at the same place but waits in a collective that rank 1 has not started."""
     scene.train(5)
     scene.ranks[0].collectives, scene.ranks[1].collectives = started(SUM, SUM), started(SUM)
     assert scene.quiet(60) is not None
-    assert "hang: rank 1" in scene.said[0]
-    assert "has not started all_reduce" in scene.said[0]
+    assert "hang: rank 1" in scene.reported[0]
+    assert "has not started all_reduce" in scene.reported[0]
 
 
-def test_zero_never_ends_it_and_a_lone_rank_is_watched_too(tmp_path: Path) -> None:
+def test_a_limit_of_zero_never_ends_a_run_and_a_lone_rank_is_watched(tmp_path: Path) -> None:
     scene = Scene(tmp_path, num_ranks=1, end_hung_after_s=0.0)
     scene.train(5)
     assert scene.quiet(60) is not None
-    assert "rank 0" in scene.said[0]
-    assert scene.said[-1].startswith("  bert-dp does not end the run")
+    assert "rank 0" in scene.reported[0]
+    assert scene.reported[-1].startswith("  bert-dp does not end the run")
     for _ in range(5000):
         scene.look()
     assert scene.ended is None
 
 
 @pytest.mark.parametrize("phase", ["compile", "save", "done"])
-def test_patience_where_nothing_beats_for_long(scene: Scene, phase: str) -> None:
+def test_phases_without_frequent_progress_get_more_time(scene: Scene, phase: str) -> None:
     scene.train(5)
     scene.ranks[0].go(phase)
     assert scene.quiet(hangs.PATIENT_S - 10) is None
@@ -432,8 +428,8 @@ def test_patience_where_nothing_beats_for_long(scene: Scene, phase: str) -> None
 
 
 @pytest.mark.parametrize(("step", "is_patient"), [(101, True), (104, False)])
-def test_patience_until_a_first_step_is_done(scene: Scene, step: int, is_patient: bool) -> None:
-    """Also where the hang comes in the first second of training."""
+def test_the_first_steps_after_a_start_get_more_time(scene: Scene, step: int, is_patient: bool) -> None:
+    """The hang may start in the first second of training."""
     for place in (("compile", 100), ("step", step)):
         for rank in scene.ranks.values():
             rank.go(*place)
@@ -451,35 +447,35 @@ def test_the_limit_is_three_median_steps(scene: Scene, seconds: list[int], low: 
 
 
 @pytest.mark.parametrize("phase", ["compile", "save"])
-def test_a_frozen_rank_is_reported_without_patience_though_others_go_on(scene: Scene, phase: str) -> None:
-    assert scene.quiet(200, frozen=1) is None, "set-up may hold the lock"
+def test_a_frozen_rank_is_reported_early_even_if_others_progress(scene: Scene, phase: str) -> None:
+    assert scene.quiet(200, frozen=1) is None, "setup may hold the interpreter lock"
     scene.train(5)
     scene.ranks[1].go(phase)
     assert scene.quiet(60, frozen=1, going=0) <= 30
-    assert "not responding" in scene.said[0]
-    assert "rank 1" in scene.said[0]
+    assert "not responding" in scene.reported[0]
+    assert "rank 1" in scene.reported[0]
 
 
-def test_no_report_of_a_rank_that_goes_on_while_evidence_is_gathered(scene: Scene) -> None:
+def test_a_rank_that_progresses_while_evidence_is_gathered_is_not_reported(scene: Scene) -> None:
     scene.train(5)
     for rank in scene.ranks.values():
-        rank.goes_on_when_asked = True
+        rank.progresses_when_signalled = True
     assert scene.quiet(28) is None
     assert scene.ranks[0].signals >= 1
 
 
-def test_no_report_of_a_rank_elsewhere_that_ends_while_evidence_is_gathered(scene: Scene) -> None:
+def test_a_rank_on_another_node_that_ends_while_evidence_is_gathered_is_not_reported(scene: Scene) -> None:
     scene.train(5)
-    elsewhere = {2: (scene.ranks[1].beat, "S")}
+    remote = {2: (scene.ranks[1].beat, "S")}
     scene.watch.others = types.SimpleNamespace(
-        unheard_s=float, heartbeats=elsewhere.copy, ask_for_evidence=elsewhere.clear, evidence=dict
+        unheard_s=float, heartbeats=remote.copy, ask_for_evidence=remote.clear, evidence=dict
     )
     assert scene.quiet(28) is not None
-    assert "rank 2" not in "".join(scene.said)
+    assert "rank 2" not in "".join(scene.reported)
 
 
-def test_a_process_without_a_heartbeat_of_its_own_gets_no_signal(scene: Scene) -> None:
-    """SIGUSR2 would end a worker that has not asked for it yet."""
+def test_a_process_without_its_own_heartbeat_gets_no_signal(scene: Scene) -> None:
+    """SIGUSR2 would kill a worker that has not installed its handler yet."""
     scene.train(5)
     scene.ranks[1].write(pid=1)  # left by an earlier run
     assert scene.quiet(hangs.PATIENT_S + 5) is not None

@@ -1,4 +1,4 @@
-"""Encoders of transformers as the beginning of a run: they compute the same here, and go back unchanged."""
+"""Test runs that start from transformers encoders: equal outputs and gradients, and unchanged exports."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ ROLES = ("pad", "unk", "cls", "sep", "mask")
 
 
 class WideRotary(nn.Module):
-    """The rotary tables of ModernBERT in the precision of its input, where transformers computes in fp32."""
+    """Rotary tables of ModernBERT in the precision of the input; transformers computes them in fp32."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         half = SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2
@@ -61,7 +61,7 @@ class WideRotary(nn.Module):
 
 
 def write_peer(folder: Path, family: str, kind: str = "ForMaskedLM") -> nn.Module:
-    """Save a model of transformers in fp64 with every parameter drawn at random."""
+    """Save a transformers model in fp64 with noise in every parameter, and return the model."""
     name, settings = PEERS[family]
     config = getattr(transformers, f"{name}Config")(**SIZES, **settings)
     peer = getattr(transformers, name + kind)(config).double().eval()
@@ -71,7 +71,7 @@ def write_peer(folder: Path, family: str, kind: str = "ForMaskedLM") -> nn.Modul
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     for module in peer.modules():
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # ours trains the row of padding as any other
+            module.padding_idx = None  # because bert-dp trains the row of padding like any other row
         if family == "ModernBERT" and hasattr(module, "rotary_emb"):
             module.rotary_emb = WideRotary()
     peer.save_pretrained(folder)
@@ -79,7 +79,7 @@ def write_peer(folder: Path, family: str, kind: str = "ForMaskedLM") -> nn.Modul
 
 
 def config_for(folder: Path, **sections: Any) -> Config:
-    """The configuration of a run that begins with a directory and sets nothing of the model."""
+    """Return the configuration of a run that starts from a directory and sets nothing of the model."""
     data = {"sequence_length": LENGTH, **sections.pop("data", {"path": "shards"})}
     given = {"run": {"init_from": f"hf:{folder}"}, "data": data, "schedule": {"steps": 3}}
     return resolve([read_hf(folder).level(), given, sections])
@@ -89,8 +89,8 @@ def classifying(**finetune: Any) -> dict[str, Any]:
     return {"objective": {"name": "finetune"}, "finetune": {**LABELS, "head": "native", **finetune}}
 
 
-def begun_with(folder: Path, config: Config) -> tuple[CrammedBert, tuple[str, ...]]:
-    """Our masked language model in fp64 with the weights of a directory, and the names that it left out."""
+def model_from(folder: Path, config: Config) -> tuple[CrammedBert, tuple[str, ...]]:
+    """Return the model in fp64 with the weights of a directory, and the names of dropped tensors."""
     weights, dropped = load_hf(folder, config, None)
     torch.set_default_dtype(torch.float64)
     try:
@@ -103,13 +103,13 @@ def begun_with(folder: Path, config: Config) -> tuple[CrammedBert, tuple[str, ..
 
 
 @pytest.mark.parametrize("family", PEERS)
-def test_states_logits_and_gradients_are_those_of_transformers(
+def test_states_logits_and_gradients_equal_those_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # ModernBERT rotates in fp32
     peer = write_peer(tmp_path, family)
     config = config_for(tmp_path)
-    model, _ = begun_with(tmp_path, config)
+    model, _ = model_from(tmp_path, config)
     ids_BS, mask_BS, types_BS = padded_batch(LENGTH, config.model.vocab_size, pad=1)
     types_BS = types_BS % max(1, config.model.token_types)
     typed = {"token_type_ids": types_BS} if config.model.token_types else {}
@@ -136,12 +136,10 @@ def test_states_logits_and_gradients_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", PEERS)
-def test_what_is_exported_is_what_a_run_began_with_but_for_biases_of_the_keys(
-    family: str, tmp_path: Path
-) -> None:
+def test_an_export_equals_the_initial_weights_except_for_key_biases(family: str, tmp_path: Path) -> None:
     peer = write_peer(tmp_path, family)
     config = config_for(tmp_path)
-    model, dropped = begun_with(tmp_path, config)
+    model, dropped = model_from(tmp_path, config)
     special = dict.fromkeys(ROLES, PEERS[family][1].get("pad_token_id", 0))
     settings = settings_of(config, special, "mlm")
     before = json.loads((tmp_path / "config.json").read_text())
@@ -156,18 +154,18 @@ def test_what_is_exported_is_what_a_run_began_with_but_for_biases_of_the_keys(
     again = type(peer)(transformers.AutoConfig.for_model(**settings))
     missing, unexpected = again.load_state_dict(tensors, strict=False)
     assert not unexpected
-    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, "a tied decoder"
+    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, "only a tied decoder"
     for name, tensor in peer.named_parameters():
         expected = torch.zeros_like(tensor) if name in keys else tensor
         assert torch.equal(tensors[name], expected.float()), name
 
 
-def test_heads_are_left_out_by_name(tmp_path: Path) -> None:
-    """The pooler and the next sentence of BERT, and for finetuning the head of tokens too."""
+def test_unused_heads_are_dropped_and_named(tmp_path: Path) -> None:
+    """Pretraining drops BERT's pooler and next-sentence head; finetuning also drops the token head."""
     write_peer(tmp_path, "BERT", "ForPreTraining")
     poolers = {f"pooler.dense.{leaf}" for leaf in ("weight", "bias")}
     nsp = {f"cls.seq_relationship.{leaf}" for leaf in ("weight", "bias")}
-    _, dropped = begun_with(tmp_path, config_for(tmp_path))
+    _, dropped = model_from(tmp_path, config_for(tmp_path))
     assert {name for name in dropped if not name.endswith("key.bias")} == poolers | nsp
     weights, dropped = load_hf(tmp_path, config_for(tmp_path, **classifying()), None)
     assert not any(name.startswith("head.") for name in weights)
@@ -186,7 +184,7 @@ def edited(folder: Path, **changes: Any) -> Path:
 
 
 def directory(folder: Path, family: str, **changes: Any) -> Path:
-    """A directory with config.json alone, and weights that nobody reads."""
+    """Write a directory with config.json and an empty file of weights, which is never read."""
     name, settings = PEERS[family]
     getattr(transformers, f"{name}Config")(**{**SIZES, **settings}).save_pretrained(folder)
     (folder / "model.safetensors").touch()
@@ -207,7 +205,7 @@ def test_the_model_and_tokenizer_of_a_configuration_follow_from_the_directory(tm
         complete = resolve([config.model_dump(mode="json")])
         (tmp_path / "whole.yaml").write_text(json.dumps(complete.model_dump(mode="json")))
         (folder / "config.json").unlink()
-        assert load_config(tmp_path / "whole.yaml") == complete, "a run that goes on reads its own settings"
+        assert load_config(tmp_path / "whole.yaml") == complete, "a resumed run must read its own settings"
 
 
 @pytest.mark.parametrize("family", PEERS)
@@ -231,7 +229,7 @@ def test_a_setting_that_contradicts_config_json_is_refused_by_name(family: str, 
         (issue,) = hf_issues(folder, config_for(folder, model={name: value}))
         assert (issue.setting, issue.kind, issue.value) == (f"model.{name}", "conflict", value)
     finetuning = config_for(folder, **classifying(), model={"head": "none", "decoder_bias": False})
-    assert hf_issues(folder, finetuning) == [], "finetuning has a head of its own"
+    assert hf_issues(folder, finetuning) == [], "finetuning replaces the head"
     moments = {"init_from": f"hf:{folder}", "init_keeps": "moments"}
     (issue,) = hf_issues(folder, config_for(folder, run=moments))
     assert (issue.setting, issue.kind) == ("run.init_keeps", "conflict")
@@ -261,7 +259,7 @@ DAMAGED: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_an_encoder_that_our_model_does_not_compute_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_encoder_is_refused(name: str, tmp_path: Path) -> None:
     family, changes = UNFIT[name]
     (issue,) = raised_issues(read_hf, directory(tmp_path, family, **changes))
     assert (issue.setting, issue.kind) == ("run.init_from", "unsupported")
@@ -269,7 +267,7 @@ def test_an_encoder_that_our_model_does_not_compute_is_refused(name: str, tmp_pa
     assert named in issue.message
 
 
-def test_a_directory_that_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
     for changes in DAMAGED:
         (issue,) = raised_issues(read_hf, directory(tmp_path, "ModernBERT", **changes))
         assert (issue.setting, issue.kind) == ("run.init_from", "damaged"), changes
@@ -307,7 +305,7 @@ def test_data_with_another_tokenizer_are_refused(tmp_path: Path) -> None:
     other.write_text("{}")
     read = {"sources": ["builtin"]}
     (issue,) = hf_issues(folder, config_for(folder, data=read))
-    assert (issue.setting, issue.kind) == ("data.tokenizer", "conflict"), "no tokenizer is trained anew"
+    assert (issue.setting, issue.kind) == ("data.tokenizer", "conflict"), "a new tokenizer cannot fit"
     assert hf_issues(folder, config_for(folder, data={**read, "tokenizer": str(other)})) == []
     (folder / "tokenizer.json").write_text("[]")
     assert hf_issues(folder, config_for(folder, data=read)) == []

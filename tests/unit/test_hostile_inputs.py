@@ -1,5 +1,5 @@
-"""Input that nobody means: each is refused in one line with exit code 2, at once and in little memory, and
-nothing is written. What hangs here would hang for the user."""
+"""Test hostile input: the refusal is one line with exit code 2, immediate and in little memory, and no file
+is written. A test that hangs fails, because the command would hang for the user."""
 
 import os
 import signal
@@ -19,10 +19,10 @@ LONG = "9" * 400
 
 @pytest.fixture(autouse=True)
 def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The current folder, to which nothing is written. An alarm ends what hangs."""
+    """Run the test in a directory that must stay empty. An alarm ends a test that hangs."""
 
     def hangs(*_: object) -> None:
-        raise AssertionError("it hangs")
+        raise AssertionError("the test hangs")
 
     folder = tmp_path / "here"
     folder.mkdir()
@@ -32,19 +32,19 @@ def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-    assert not list(folder.iterdir()), "nothing is written"
+    assert not list(folder.iterdir()), "no file may be written"
 
 
 def refuse(arguments: tuple[str, ...], *parts: str) -> None:
-    """Exit code 2, one short line, no traceback."""
-    said = refused(*arguments)
-    assert said.startswith("error: "), said
-    assert (said.count("\n"), len(said) < 1000) == (1, True), said
-    assert all(part in said for part in parts), said
+    """Check that a command is refused with exit code 2 and one short line that contains `parts`."""
+    line = refused(*arguments)
+    assert line.startswith("error: "), line
+    assert (line.count("\n"), len(line) < 1000) == (1, True), line
+    assert all(part in line for part in parts), line
 
 
-def test_hostile_settings_and_options(tmp_path: Path) -> None:
-    """Of many other configurations see test_config."""
+def test_hostile_settings_and_options_are_refused(tmp_path: Path) -> None:
+    """test_config.py has many more invalid configurations."""
     for named, setting in (
         ("schedule.tokens", "schedule.tokens=1e30"),
         ("schedule.steps", "schedule.steps=" + "9" * 5000),
@@ -70,8 +70,8 @@ def test_hostile_settings_and_options(tmp_path: Path) -> None:
     refuse(("train", str(path), *BASE[2:]), "aliases")
 
 
-def test_what_is_no_regular_file(tmp_path: Path) -> None:
-    """Whoever reads one waits, or never ends."""
+def test_paths_that_are_not_regular_files_are_refused(tmp_path: Path) -> None:
+    """Reading a pipe or a device can block or never end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
         refuse(("train", path, *BASE[2:]), path, "cannot be read")
@@ -87,14 +87,14 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
     refuse((*BASE, "--set", f"data.path={tmp_path / 'state'}"), "data.path")
 
 
-def test_a_very_long_schedule_is_counted_at_once() -> None:
+def test_a_very_long_schedule_is_computed_immediately() -> None:
     ramp = ("--set", "batch.ramp_fraction=0.5", "--set", "batch.ramp_quantum=16")
     done = here(*BASE, "--set", "schedule.tokens=1000000000000000", *ramp)
     assert (done.returncode, done.stderr) == (0, "")
     assert "= 1,000,000,000,000,000 tokens" in done.stdout
 
 
-def test_every_whole_number_has_an_upper_bound() -> None:
+def test_every_integer_setting_has_an_upper_bound() -> None:
     counts = {path: field for path, field, _ in all_settings() if field.annotation in (int, int | None)}
     assert len(counts) > 20
     for path, field in counts.items():
@@ -113,7 +113,7 @@ def test_every_whole_number_has_an_upper_bound() -> None:
     ],
     ids=lambda content: repr(content[:12]),
 )
-def test_a_report_of_a_damaged_run(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_report_of_a_damaged_run_is_written(tmp_path: Path, name: str, content: bytes) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text("schedule: {steps: 1}\n")
@@ -123,8 +123,8 @@ def test_a_report_of_a_damaged_run(tmp_path: Path, name: str, content: bytes) ->
     assert (folder / "report.html").exists()
 
 
-def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
-    """A project may have a config.yaml and a report.html of its own; root could replace a device."""
+def test_a_report_replaces_only_a_page_of_bert_dp(tmp_path: Path) -> None:
+    """A project may have its own config.yaml and report.html, and root could replace a device."""
     for name in ("config.yaml", "report.html"):
         (tmp_path / name).write_text("mine: 1\n")
     (tmp_path / "link.html").symlink_to("report.html")
@@ -137,6 +137,6 @@ def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
     assert [(tmp_path / name).is_symlink() for name in ("link.html", "null")] == [True, True]
     assert (tmp_path / "pipe").is_fifo()
     page = tmp_path / "page.html"
-    for _ in range(2):  # its own it does replace
+    for _ in range(2):  # the second report replaces the page of the first
         assert here("report", str(tmp_path), "--out", str(page)).returncode == 0
     assert "<html" in page.read_text()

@@ -1,4 +1,4 @@
-"""What a rank checks and does before it goes on from a checkpoint, whoever has started it."""
+"""Test what a rank checks and does before it resumes from a checkpoint, with or without the launcher."""
 
 import dataclasses
 import shutil
@@ -31,22 +31,22 @@ def config() -> Config:
     return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
 
 
-def rank_with(run_dir: Path, digit: str, said: list[str] | None = None) -> Any:
-    """A lone rank whose data have this hash."""
-    said = [] if said is None else said
+def rank_with(run_dir: Path, digit: str, log: list[str] | None = None) -> Any:
+    """Return a lone rank whose data hash repeats `digit`."""
+    log = [] if log is None else log
     return SimpleNamespace(
         config=config(),
         run_dir=run_dir,
         comm=HostCollectives(ALONE, None),
         device=CPU,
         data=DatasetInfo(data_hash=digit * 64, tokenizer=None, num_samples=9),
-        log_rank0=said.append,
+        log_rank0=log.append,
     )
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run that has saved step 3."""
+    """Return the directory of a run with a checkpoint of step 3."""
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
     facts = {**FACTS, "config": config().model_dump(mode="json"), "samples": 12, "elapsed_s": 7.5}
     (tmp_path / "checkpoints").mkdir()
@@ -54,14 +54,14 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
-    """srun and mpirun start ranks without the launcher, which checks the same."""
-    said: list[str] = []
+def test_a_rank_resumes_only_with_the_data_of_the_checkpoint(run_dir: Path) -> None:
+    """The launcher makes this check too, but srun and mpirun start ranks without the launcher."""
+    log: list[str] = []
     (run_dir / "checkpoints" / "step-00000004").mkdir()
-    resumed = build.select_checkpoint(rank_with(run_dir, "0", said), "auto")
-    assert said[0].startswith("checkpoint skipped: ")
-    assert "step-00000004" in said[0]
-    assert said[1:] == ["resuming from step-00000003: 12 samples seen"]
+    resumed = build.select_checkpoint(rank_with(run_dir, "0", log), "auto")
+    assert log[0].startswith("checkpoint skipped: ")
+    assert "step-00000004" in log[0]
+    assert log[1:] == ["resuming from step-00000003: 12 samples seen"]
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     state = TrainState.from_checkpoint(resumed.facts)
     assert state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
@@ -70,9 +70,9 @@ def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> N
     assert build.select_checkpoint(rank_with(run_dir, "0"), "never") is None
 
 
-def test_what_a_run_cannot_go_on_from_is_refused(run_dir: Path) -> None:
-    """A path without a checkpoint; other settings; and one bad read is enough: a new start would cut the
-    records back and set the checkpoints aside."""
+def test_a_missing_or_damaged_checkpoint_and_changed_settings_are_refused(run_dir: Path) -> None:
+    """A damaged checkpoint is refused, because a new start would cut the records back and set the checkpoints
+    aside."""
     rank = rank_with(run_dir, "0")
     (issue,) = raised_issues(build.select_checkpoint, rank, str(run_dir / "nowhere"))
     assert (issue.setting, issue.kind) == ("--resume", "not_found")
@@ -85,16 +85,16 @@ def test_what_a_run_cannot_go_on_from_is_refused(run_dir: Path) -> None:
     assert (issue.setting, issue.kind, str(weights) in issue.message) == ("--resume", "damaged", True)
 
 
-def test_ranks_follow_rank_0_and_its_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it would find a newer one itself, or could read what rank 0 could not; rank 0 alone verifies."""
-    monkeypatch.setattr(checkpoint, "newest_valid", lambda folder: pytest.fail("looked for"))
+def test_ranks_use_the_checkpoint_or_error_of_rank_0(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks neither search nor verify, even if they see a newer or an undamaged checkpoint."""
+    monkeypatch.setattr(checkpoint, "newest_valid", lambda folder: pytest.fail("only rank 0 may search"))
     old = run_dir / "checkpoints" / "step-00000003"
     (old.parent / "step-00000004").mkdir()
     rank = rank_with(run_dir, "0")
     rank.comm = OneOf(1, 2, said=[[str(old), "of rank 0's view"], []])
     monkeypatch.setattr("bert_dp.files.io.STALE_S", 0.0)
     (issue,) = raised_issues(build.select_checkpoint, rank, "auto")
-    assert (issue.setting, issue.kind) == (str(old), "not_found"), "another checkpoint of that name"
+    assert (issue.setting, issue.kind) == (str(old), "not_found"), "a different checkpoint"
     rank.comm = OneOf(1, 2, said=[[str(old), sha256(old / "manifest.json")], []])
     resumed = build.select_checkpoint(rank, str(run_dir / "nowhere"))
     assert resumed is not None
@@ -113,7 +113,7 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     for path in (record, *others):
         write_lines(path, ({"step": step} for step in range(1, 6)))
     (run_dir / "summary.json").write_text("{}")
-    seen: list[list[int]] = []  # the steps of the records when the ranks meet
+    seen: list[list[int]] = []  # the steps in the records at the barrier
     comm = SimpleNamespace(
         world=World(rank, rank, 2, 2),
         barrier=lambda: seen.append([line["step"] for line in read_lines(record)]),
@@ -123,8 +123,8 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     later = checkpoint.path_of(run_dir / "checkpoints", 5)
     shutil.copytree(run_dir / "checkpoints" / "step-00000003", later)
     build.cut_records_back(trainer, TrainState(step=3), resumed)
-    assert later.exists() == (rank == 1), "else the next start would go on from it"
-    assert (run_dir / "summary.json").exists() == (rank == 1), "it told of an earlier end"
+    assert later.exists() == (rank == 1), "set aside by rank 0"
+    assert (run_dir / "summary.json").exists() == (rank == 1), "deleted by rank 0"
     left = [1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]
     assert seen == [left]
     assert [[line["step"] for line in read_lines(path)] for path in others] == [left] * 3
@@ -134,7 +134,7 @@ def lone_config(shards: Path, **sections: Any) -> Config:
     return tiny_run(shards, **{"batch": {"global_size": 8, "micro_size": 2}, **sections})
 
 
-def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Path, tmp_path: Path) -> None:
+def test_the_environment_records_this_rank_and_the_cores_of_every_rank(shards: Path, tmp_path: Path) -> None:
     config = lone_config(shards)
     (tmp_path / "environment.json").write_text('{"host": "n1"}')
     with lone_trainer(config, tmp_path) as trainer:
@@ -148,7 +148,7 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
-def test_optimizer_and_model_compile_alike(shards: Path, tmp_path: Path, setting: str) -> None:
+def test_optimizer_and_model_are_compiled_alike(shards: Path, tmp_path: Path, setting: str) -> None:
     with mock.patch.object(build.optim, "make_optimizer", wraps=build.optim.make_optimizer) as made:
         with lone_trainer(lone_config(shards, compile=setting), tmp_path) as trainer:
             assert trainer.metadata["compiled"] is (setting == "on")
@@ -156,7 +156,7 @@ def test_optimizer_and_model_compile_alike(shards: Path, tmp_path: Path, setting
 
 
 def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ranks, which alone can ask a GPU."""
+    """The ranks check this, because only they can query a GPU."""
     config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
     monkeypatch.setattr(build.devices, "has_bf16", lambda _: True)
     with lone_trainer(config, tmp_path) as trainer:
@@ -167,10 +167,10 @@ def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("synthetic", "mean", "tokens"), [(True, None, 160), (False, 3.5, 35)])
-def test_samples_and_tokens_of_a_run(
+def test_the_samples_and_tokens_of_a_run_are_counted(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic: bool, mean: Any, tokens: int
 ) -> None:
-    """A synthetic run reads no samples, and padding is not counted as tokens."""
+    """A synthetic run repeats one batch. Padding does not count as tokens."""
     plain = MaskedLanguageModel.open_data
 
     def open_data(task: MaskedLanguageModel) -> DatasetInfo:
@@ -182,7 +182,7 @@ def test_samples_and_tokens_of_a_run(
         assert trainer.meter.tokens(10) == tokens
 
 
-def test_weights_of_an_unknown_tokenizer_are_taken(shards: Path, tmp_path: Path) -> None:
+def test_weights_without_a_known_tokenizer_are_accepted(shards: Path, tmp_path: Path) -> None:
     with lone_trainer(lone_config(shards), tmp_path) as trainer:
         state = trainer.engine.gather_state()
         assert state is not None

@@ -1,4 +1,4 @@
-"""What is said of the data before a run and after a build: how much there is, how often it is passed over."""
+"""Test the description of data before a run: its size, the passes over it, and the length of the run."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from launcher.run.train import check_memory, data_warnings, describe, describe_d
 from tests.helpers import make_config
 
 
-def test_the_data_is_described_with_its_passes(shards: Path) -> None:
+def test_the_description_of_the_data_has_its_size_and_passes(shards: Path) -> None:
     for passes, settings in (
         ("20.0 passes", "schedule.steps=30 batch.global_size=64"),
         ("50.0 %", "schedule.tokens=768"),
@@ -24,10 +24,10 @@ def test_the_data_is_described_with_its_passes(shards: Path) -> None:
         assert bool(passes) == bool(run)
 
 
-def test_many_passes_over_the_data_are_warned_of(shards: Path) -> None:
+def test_many_passes_over_the_data_cause_a_warning(shards: Path) -> None:
     predicted = "schedule.hours=1 prediction.tokens.value=15360 prediction.tokens.origin=fitted"
     manifest = read_manifest(shards)
-    for settings, source, said in (
+    for settings, source, part in (
         ("schedule.steps=30", "a.txt", "20.0 passes over its 1,536 training tokens"),
         ("schedule.epochs=3000", "a.txt", "3,000 passes"),
         (predicted, "a.txt", "10.0 passes"),
@@ -39,11 +39,11 @@ def test_many_passes_over_the_data_are_warned_of(shards: Path) -> None:
         config = with_budget(make_config(*settings.split(), *sizes), manifest.num_samples)
         read = SourceFile.model_construct(name=source)
         lines = data_warnings(config, manifest.model_copy(update={"sources": [read]}))
-        assert [said in line for line in lines if said] == [True] * len(lines) == [True] * (said is not None)
+        assert [part in line for line in lines if part] == [True] * len(lines) == [True] * (part is not None)
         assert "e+" not in describe_data(config, manifest)
 
 
-def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known() -> None:
+def test_the_length_of_a_run_includes_the_tokens_if_their_number_is_known() -> None:
     sizes = ("data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4")
     for length, settings in (
         ("30 steps = 7,680 tokens", "schedule.steps=30"),
@@ -58,10 +58,10 @@ def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known() -> None:
         assert length in describe(config, batch_layout(config, 2), None, memory)[4]
 
 
-def test_what_fits_but_is_hardly_meant_is_a_warning(shards: Path) -> None:
+def test_valid_but_implausible_sizes_cause_a_warning(shards: Path) -> None:
     for vocabulary, batch, *settings in (
         (64, 96),
-        (128, 8),  # padded
+        (128, 8),  # the vocabulary is padded
         (512, 8, "model.vocab_size"),
         (64, 480, "batch.global_size"),
     ):
