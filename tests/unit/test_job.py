@@ -123,9 +123,7 @@ def test_an_output_directory_with_foreign_files_is_refused(tmp_path: Path) -> No
         ({"tokens": 5}, "settings.tokens: None before, 5 now"),
     ],
 )
-def test_a_directory_that_holds_another_plan_is_refused(
-    tmp_path: Path, now: dict[str, Any], words: str | None
-) -> None:
+def test_the_plan_of_a_directory_is_fixed(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
     results.write(tmp_path / "grid.json", plan())
     issues = output(tmp_path, **now).issues()
     assert [words is not None and words in issue.message for issue in issues] == ([True] if words else [])
@@ -143,9 +141,7 @@ def test_a_changed_configuration_is_reported_setting_by_setting(tmp_path: Path) 
     assert "(data.shuffle: True before, False now; optim.lr: 0.0003 before, 0.0001 now)" in issue.message
 
 
-def test_results_of_another_machine_are_refused(
-    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machine_is_refused(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     config = make_config()
     out = tmp_path / "out"
@@ -215,9 +211,7 @@ def test_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("objective.name", "needs_package") in [(i.setting, i.kind) for i in job.input_issues(config)]
 
 
-def test_a_cache_writable_by_others_is_refused_if_data_must_be_built(
-    monkeypatch: pytest.MonkeyPatch, shards: Path
-) -> None:
+def test_data_are_not_built_in_a_cache_open_to_others(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
     monkeypatch.setattr(job.files, "cache_issues", lambda: ["others write blocked"])
     prepared = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
     assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == ["others write blocked"]
@@ -241,9 +235,7 @@ def test_locking_leaves_an_unused_directory_as_it_was(tmp_path: Path, existed: b
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]
 
 
-def test_output_directories_are_private_and_must_be_creatable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_directories_are_private_and_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with umask(0), lock_output_dir(tmp_path / "a" / "out", ".lock", "--out", "grid"):
         assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()

@@ -249,9 +249,7 @@ def test_step_time_excludes_evaluation_and_saving(tmp_path: Path, trained: Train
 
 
 @pytest.mark.parametrize(("engine", "step_s"), [("independent", 2.0), ("auto", 5.0)])
-def test_independent_replicas_do_not_wait_in_a_step(
-    train_here: TrainHere, engine: str, step_s: float
-) -> None:
+def test_independent_replicas_never_wait_in_a_step(train_here: TrainHere, engine: str, step_s: float) -> None:
     """The step time of ranks that train one model includes the wait."""
     trainer, *_ = train_here(engine=engine, waits_s=3.0, log={"every_steps": 5})
     assert trainer.meter.steps["step_s"] == [step_s] * 5
@@ -287,9 +285,7 @@ def test_every_step_uses_the_scheduled_learning_rate_and_the_configured_clip(
     assert logged(tmp_path, "lr") == pytest.approx(wanted)
 
 
-def test_a_budget_ends_before_a_step_that_does_not_fit(
-    tmp_path: Path, train_here: TrainHere, clock: Clock
-) -> None:
+def test_training_stops_before_a_budget_overrun(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
     """A restarted run trains no further, because its progress is 1."""
     waits = iter([1.0] * 6 + [9.0, 1.0, 1.0, 1.0])
 
@@ -366,9 +362,7 @@ def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_its_amount(
     assert progress[-1] >= 1 - 5 / 218
 
 
-def test_a_run_whose_setup_spends_the_budget_fails(
-    tmp_path: Path, train_here: TrainHere, clock: Clock
-) -> None:
+def test_a_run_fails_if_setup_spends_the_budget(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
     run, schedule = {"price_per_device_hour": 3600.0}, {"dollars": 20.0}
     ledger = Ledger(tmp_path, 1, RunConfig(**run), now=clock.read)
     clock.now += 15.0
@@ -427,9 +421,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
 
 
-def test_a_held_out_loss_of_nan_fails_the_run(
-    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: {"loss": math.nan, "loss_unit": "nats"})
     _, state, result = train_here(eval={"every_steps": 0})
     assert (state.step, result.failure.kind) == (5, "not_finite")
@@ -522,9 +514,7 @@ def test_a_step_of_a_batch_ramp_is_divided_by_its_own_target_count(
     assert logged(tmp_path, "accumulation") == [counts[step - 1] // 2 for step in (2, 4, 5)]
 
 
-def test_the_summary_combines_all_ranks(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, state, result = trained
     # the other rank used more memory and less energy, and two of its writes failed
     ranks = OneOf(0, 2, lambda own: [own, [own[0] + 3.0, own[1] / 2, 2.0]])

@@ -184,8 +184,7 @@ def test_the_choice_is_the_lowest_mean_with_its_lead_and_its_open_side() -> None
 
 @pytest.mark.parametrize(("count", "student"), [(2, 12.706), (3, 4.303), (10, 2.262), (12, 2.201)])
 def test_rates_are_tied_if_their_paired_difference_may_be_zero(count: int, student: float) -> None:
-    """The differences alternate between d - 1 and d + 1. Rates are tied while d <= t x s / sqrt(n), with t
-    at n - 1 degrees of freedom."""
+    """Differences d - 1 and d + 1 alternate. Tied: d <= t x s / sqrt(n), t with n - 1 degrees of freedom."""
     signs = [1.0 if k % 2 else -1.0 for k in range(count)]
     mean = sum(signs) / count
     s = math.sqrt(sum((x - mean) ** 2 for x in signs) / (count - 1))

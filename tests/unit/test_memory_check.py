@@ -69,9 +69,7 @@ def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None
 @pytest.mark.parametrize(
     ("times", "refused", "warned"), [(1.26, 1, 0), (1.24, 0, 1), (1.01, 0, 1), (0.99, 0, 0)]
 )
-def test_the_estimate_is_compared_with_a_ranks_share_of_host_memory(
-    dry_run: Dry, times: float, refused: int, warned: int
-) -> None:
+def test_each_rank_may_use_a_share_of_the_host(dry_run: Dry, times: float, refused: int, warned: int) -> None:
     issues, output = dry_run(host(2 * TOTAL / times))
     lines = [line for line in output.splitlines() if line.startswith("warning: batch.micro_size")]
     assert (len(issues), len(lines)) == (refused, warned)
