@@ -326,10 +326,7 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
         ([(0.5, 0.8), (0.5, 0.9), (0.5, 0.85)], 1),
         ([(0.3, 0.6)], None),
         ([(0.2, 0.4, 0.2, 0.2)] * 3, 1),
-        (
-            [(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.41, 0.2), (0.2, 0.4, 0.2, 0.2)],
-            None,
-        ),  # another rank in one repeat
+        ([(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.41, 0.2), (0.2, 0.4, 0.2, 0.2)], None),  # rank 2 in one repeat
     ],
 )
 def test_a_straggler_is_the_same_rank_in_every_repeat(

@@ -51,9 +51,7 @@ def test_the_memory_line_goes_through_the_two_largest_sizes_that_ran() -> None:
     line = throughput.memory_line(trials({1: 2.0, 8: 3.0, 4: 2.0, 16: None}), 9.0)
     assert line == MemoryLine(intercept_gib=1.0, gib_per_sequence=0.25)
     one = throughput.memory_line(trials({4: 3.0}) + trials({4: 5.0}), 0.5)
-    assert one == MemoryLine(intercept_gib=3.0, gib_per_sequence=0.5), (
-        "the formula's slope at the largest peak"
-    )
+    assert one == MemoryLine(intercept_gib=3.0, gib_per_sequence=0.5), "the formula's slope"
     assert throughput.memory_line(trials({4: 3.0, 8: 2.0}), 0.5).gib_per_sequence == 0
     assert throughput.memory_line(trials({4: None}), 0.5) is None
 

@@ -165,13 +165,11 @@ def test_the_end_of_a_search_has_a_status_and_an_exit_code(tmp_path: Path) -> No
     def end(error: Exception) -> None:
         raise error
 
-    messages: list[str] = []
-    assert run_to_end(lambda: None, tmp_path, messages.append) == SearchOutcome("complete")
+    logs: list[str] = []
+    assert run_to_end(lambda: None, tmp_path, logs.append) == SearchOutcome("complete")
     for error, outcome in ((Stopped(2), ("partial", None, 130)), (TrialsFailed("no"), ("failed", "no", 1))):
-        assert run_to_end(lambda error=error: end(error), tmp_path, messages.append) == SearchOutcome(
-            *outcome
-        )
-    assert messages == [f"stopped: the results so far are in {tmp_path}; the same command resumes"]
+        assert run_to_end(lambda error=error: end(error), tmp_path, logs.append) == SearchOutcome(*outcome)
+    assert logs == [f"stopped: the results so far are in {tmp_path}; the same command resumes"]
 
 
 STUBBORN = """
@@ -205,13 +203,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 def test_a_trial_that_ends_without_a_summary_runs_twice(tmp_path: Path, started: Started) -> None:
-    messages: list[str] = []
+    logs: list[str] = []
     trial = Trial(tmp_path / "t", config(), 2, cores=(1,), data_bytes=5)
-    with runner(tmp_path, Slot(cores=(0, 1)), log=messages.append) as runs:
+    with runner(tmp_path, Slot(cores=(0, 1)), log=logs.append) as runs:
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in messages] == ["t: ended from outside or incomplete; restarted"]
+    assert [line.strip() for line in logs] == ["t: ended from outside or incomplete; restarted"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
@@ -223,10 +221,10 @@ def test_a_trial_uses_its_slot_and_logs_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
     """The trial ends once its step has been logged."""
-    trial, shown, messages = Trial(tmp_path / "t", config(), 2), tmp_path / "shown", list[str]()
+    trial, shown, logs = Trial(tmp_path / "t", config(), 2), tmp_path / "shown", list[str]()
 
     def log(line: str) -> None:
-        messages.append(line)
+        logs.append(line)
         shown.touch()
 
     def begin() -> None:
@@ -241,7 +239,7 @@ def test_a_trial_uses_its_slot_and_logs_its_step(
     slots = [Slot((0, 3), ("2", "5"))]
     with trials.runner(tmp_path, slots, launcher="accelerate", on_gpu=True, log=log) as runs:
         assert runs.run_one(trial).status == "ok"
-    assert messages[0].startswith("  t: step 1 of 2, running for ")
+    assert logs[0].startswith("  t: step 1 of 2, running for ")
     ((_, ranks, options),) = started
     assert (ranks, started.environ) == ("2", {"CUDA_VISIBLE_DEVICES": "2,5"})
     assert json.loads(options) == {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
@@ -331,10 +329,10 @@ def test_ranks_have_as_many_threads_as_cores(tmp_path: Path, monkeypatch: pytest
 
 def test_the_time_left_follows_from_the_shares_and_seconds_of_this_call() -> None:
     """A third of this call's work took 60 s. An earlier call has run most of the search."""
-    messages: list[str] = []
+    logs: list[str] = []
     for at_a_time in (1, 2):
-        progress = trials.Progress([5.0, 5.0, 2.0, 4.0], messages.append, at_a_time)
+        progress = trials.Progress([5.0, 5.0, 2.0, 4.0], logs.append, at_a_time)
         progress.had(5.0)
         progress.had(5.0)
         progress.ended(2.0, 60.0, "a: ok")
-    assert messages == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
+    assert logs == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
