@@ -200,7 +200,7 @@ def test_fsdp_gathers_twice_per_micro_batch_and_scatters_once_per_step(accumulat
     [("bf16", 1.024, 0.0, 0.0), ("bf16", 1.024, 1.0, 0.15), ("fp32", 2.048, 1.0, 0.15)],
 )
 def test_a_step_of_two_replicas_of_two_ranks(precision: str, once: float, gain: float, hidden: float) -> None:
-    """Accumulation is 3, everything is 1.5 x slower, and the slowest of four ranks is 10.49 % behind. Reducing
+    """Accumulation is 3, everything is 1.5 x slower, and the slowest of 4 ranks is 10.49 % behind. Reducing
     activations of 8 x 16 x 4 numbers takes `once`, 4 times per block and once for the embedding; half of
     a block's backward pass (0.15 s) hides a part. The gradients form one bucket, ready at the end."""
     profile = PROFILE.model_copy(update={"precision": precision})
