@@ -117,7 +117,7 @@ def test_a_weight_of_norm_zero_has_ratio_one_and_an_update_of_norm_zero_moves_no
 
 @pytest.mark.slow
 def test_the_compiled_form_equals_the_eager_one() -> None:
-    """Two graphs are compiled once each. Weights without decay use torch's fused Adam, which needs none."""
+    """Only two graphs are compiled, each once, because weights without decay use torch's fused Adam."""
     results, frames = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -134,4 +134,4 @@ def test_the_compiled_form_equals_the_eager_one() -> None:
         results.append(with_moments(optimizer, parameters.items()))
     assert_near(results[1], results[0], 1e-12, "after the last step")
     assert frames[9] == 0
-    assert frames[10] == frames[19] == 2  # moments and descent
+    assert frames[10] == frames[19] == 2  # one for the moments, one for the descent

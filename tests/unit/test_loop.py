@@ -165,7 +165,7 @@ TrainHere = Callable[..., Trained]
 
 @pytest.fixture
 def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
-    """Return a function that trains five steps of two micro batches, unless `sections` override them."""
+    """Return a function that trains five steps of two micro batches, unless `sections` override this."""
 
     def train_here(
         stream: Any = None, enter: Any = None, waits_s: float = 0.0, spending: Any = None, **sections: Any
@@ -426,11 +426,11 @@ def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch
     _, state, result = train_here(eval={"every_steps": 0})
     assert (state.step, result.failure.kind) == (5, "not_finite")
     (line,) = read_lines(tmp_path / "evals.jsonl")
-    assert (line["step"], line["loss"]) == (5, None), "the record has null"
+    assert (line["step"], line["loss"]) == (5, None), "the record keeps null"
 
 
 def test_a_save_precedes_the_last_evaluation(train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an error in the evaluation would lose all training since the last checkpoint."""
+    """After an earlier evaluation, an error would lose all training since the last checkpoint."""
     saved: list[list[int]] = []
 
     def fails(trainer: Any, *_: Any) -> None:
@@ -444,8 +444,8 @@ def test_a_save_precedes_the_last_evaluation(train_here: TrainHere, monkeypatch:
 
 
 def test_micro_batches_are_drawn_one_by_one(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
-    """Otherwise the device idles until all micro batches are loaded. The heartbeat reports the wait, and no
-    compute timer includes it."""
+    """The device would idle if all micro batches were drawn first. The heartbeat reports the wait for data,
+    and no compute timer includes this wait."""
     events: list[str] = []
     steps: list[int] = []
 

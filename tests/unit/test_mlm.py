@@ -147,7 +147,7 @@ def samples_of(given: Any, step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("step", [1, 9, 10])
-def test_the_micro_batches_of_a_step_are_the_documented_ones(shards: Path, step: int) -> None:
+def test_the_micro_batches_of_a_step_equal_the_documented_ones(shards: Path, step: int) -> None:
     """Step 9 begins the second epoch."""
     rows, count = tokens(shards, "train"), 8
     drawn = list(bert_dp.batches(config_of(shards), step))
@@ -168,7 +168,7 @@ def test_the_micro_batches_of_a_step_are_the_documented_ones(shards: Path, step:
             sample += 1
 
 
-def test_the_held_out_masks_are_the_documented_ones(shards: Path) -> None:
+def test_the_held_out_masks_equal_the_documented_ones(shards: Path) -> None:
     rows = tokens(shards, "held_out")
     split = Shards(shards, read_manifest(shards), "held_out")
     (batch,) = held_out_batches(split, micro_size=20, num_masked=10, max_sequences=20, dp_rank=0, dp_size=1)

@@ -184,7 +184,7 @@ def test_explicit_attention_equals_torchs_kernel():
 
 
 def test_attention_in_bf16_on_a_cpu_rounds_as_torchs_kernel_does(monkeypatch):
-    """Attention is explicit in this case, because the kernel is slow."""
+    """bf16 attention on a CPU is computed explicitly, because torch's kernel is slow."""
     model = random_model()
     (ids_BS, _, _), real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
     wanted = model.double().model(ids_BS, real_BS)
@@ -254,7 +254,7 @@ def shapes_and_dtypes(forward: Callable[[], object], *modules: nn.Module) -> lis
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_final_norm_is_applied_to_predicted_positions_only(options):
-    """Hidden states, in contrast, are normalised at every position. Both ways agree."""
+    """model.model() normalises hidden states at every position, and both results agree."""
     model = random_model(**options)
     ids_BS, positions_P, labels_P = make_case()
     norm = model.model.final_norm
@@ -344,7 +344,7 @@ ROWS, HIDDEN = 11, 6
 
 
 def row_case(dtype: torch.dtype, *, foreign: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return a case that looks up row 4 most, rows 0 and 10 once and row 7 never; 4 lookups are foreign."""
+    """Return a case that looks up row 4 most, rows 0 and 10 once and row 7 never. `foreign` ignores 4 lookups."""
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.tensor([[4, 4, 1, 4, 10, 2], [2, 4, 0, 4, 4, 9]])
     grad_BSH = torch.randn(2, 6, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
@@ -362,7 +362,7 @@ def by_one_hot_vectors(
     return grad_VH.double() + torch.einsum("bsv,bsh->vh", one_hot_BSV, grad_BSH.double())
 
 
-@pytest.mark.parametrize("foreign", [False, True], ids=["own rows", "foreign rows too"])
+@pytest.mark.parametrize("foreign", [False, True], ids=["own rows", "some foreign rows"])
 @pytest.mark.parametrize("add", [kernels.add_by_index, kernels.add_dense])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_row_gradients_are_summed_in_place(add, dtype: torch.dtype, foreign: bool) -> None:

@@ -124,7 +124,7 @@ def test_ten_steps_equal_the_rule_written_by_hand() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_fused_matrices_are_orthogonalised_separately(dim: int) -> None:
-    """A parameter of three fused matrices moves like three parameters, also next to one of their shape."""
+    """A parameter of three fused matrices moves like three parameters, even next to one of their shape."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn((6, 6), generator=generator, dtype=torch.float64) for _ in range(3)]
     grads = [torch.randn((6, 6), generator=generator, dtype=torch.float64) for _ in range(3)]

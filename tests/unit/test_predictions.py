@@ -136,7 +136,7 @@ def test_exported_files_decide_what_is_predicted(tmp_path: Path, monkeypatch: py
 
 
 def test_a_diverged_run_predicts_nothing() -> None:
-    """A single output that is not finite is enough."""
+    """One output that is not finite makes the prediction fail."""
 
     def compute(ids_BS: torch.Tensor, real_BS: torch.Tensor) -> torch.Tensor:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)

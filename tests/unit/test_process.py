@@ -120,7 +120,7 @@ def test_an_earlier_heartbeat_is_replaced_and_an_unreadable_one_is_none(path: Pa
 
 
 def test_a_heartbeat_makes_no_system_call(beat: HeartbeatWriter) -> None:
-    """The time (goal: 2 microseconds) is recorded, not checked. Only memory is written."""
+    """Only memory is written. The time (goal: 2 microseconds) is recorded but not checked."""
 
     def writes() -> int:
         return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])

@@ -43,7 +43,7 @@ def test_the_speed_of_a_link_can_depend_on_the_number_of_gpus() -> None:
 
 
 def test_all_to_all_crosses_the_nics_with_every_rank() -> None:
-    """With 8 ranks on 2 nodes, half of each rank's data changes node: 4 x 0.5 x size through one NIC."""
+    """With 8 ranks on 2 nodes, half of each rank's data crosses nodes: 4 x 0.5 x size through one NIC."""
     fabric = published_rows.AllToAllFabric(4, find_link("pcie3"), find_link("ib-edr"))
     assert fabric.all_to_all_seconds(1e9, 8) == pytest.approx(2e9 / 12e9, rel=1e-3)
     assert fabric.seconds(1e9, 8) == pytest.approx(4e9 / 12e9, rel=1e-3)
@@ -69,7 +69,7 @@ def published() -> dict:
 
 
 def test_errors_on_rows_that_were_not_fitted_reach_the_goal(published) -> None:
-    """The goal is a median of 3 and a p90 of 8 points. They were 2.2 and 7.0 at first."""
+    """The goal is a median of 3 and a p90 of 8 points. The first results were 2.2 and 7.0."""
     found = predictor.errors(predictor.kept(published["outcomes"]))
     assert found["rows"] >= 190
     assert found["median"] < 2.5

@@ -120,7 +120,7 @@ def test_a_failed_write_names_its_file_and_keeps_the_old_one(
 
 
 def test_a_lock_whose_file_was_removed_is_taken_on_a_new_file(tmp_path: Path) -> None:
-    """Otherwise the waiting process and the next one would both hold the lock."""
+    """On the removed file, the waiting process and the next one would both hold the lock."""
     path, taken = tmp_path / ".lock", []
     held = files.lock(path)
     assert held is not None
@@ -176,7 +176,7 @@ def test_the_newest_readable_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 def test_a_failed_append_leaves_no_partial_line(tmp_path: Path) -> None:
-    """Otherwise no later line would be read. A limit on the file size simulates a full disk."""
+    """A partial line would hide all later lines. A limit on the file size simulates a full disk."""
     path = tmp_path / "evals.jsonl"
     files.append_line(path, evaluation(1))
     unlimited, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)

@@ -75,7 +75,7 @@ def test_bad_input_found_by_the_ranks_is_in_the_summary(tmp_path: Path) -> None:
 
 
 class Verb:
-    """`train` on one rank with scripted ends and recorded calls."""
+    """`train` on one rank with scripted outcomes and recorded starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shards: Path, run_dir: Path):
         self.shards, self.run_dir, self.out = shards, run_dir, io.StringIO()

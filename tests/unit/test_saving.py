@@ -174,7 +174,7 @@ def test_an_unexpected_save_error_is_raised(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(checkpoint, "save_file", broken)
     saver = make(tmp_path)
     saver.save(1, lambda: state(1.0), FACTS)
-    saver.close()  # does not raise, because another error may be ending the process
+    saver.close()  # must not raise, because another error may be ending the process
     assert list(tmp_path.iterdir()) == [], "no partial file remains"
     for again in (saver.wait, lambda: saver.save(2, lambda: state(2.0), FACTS)):
         with pytest.raises(RuntimeError, match="unexpected error"):
@@ -187,7 +187,7 @@ def test_a_save_does_not_recreate_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_the_saves_of_this_process_are_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each save would hash gigabytes of kept checkpoints during training."""
+    """Verification at each save would hash gigabytes of kept checkpoints during training."""
     monkeypatch.setattr(checkpoint, "check", lambda path: pytest.fail(f"{path.name} is read"))
     assert save(make(tmp_path, keep=2), 1, 2, 3, 4) == (4, None)
     assert names(tmp_path) == ["step-00000004", "step-00000003"]

@@ -264,7 +264,7 @@ def test_losses_agree_within_the_precisions_tolerance(
 def test_two_measures_of_communication_may_differ_by_a_twentieth_of_a_step(
     tmp_path: Path, exposed: float, flagged: bool
 ) -> None:
-    """The ceiling says that a tenth is exposed. Only cells of several ranks are flagged."""
+    """The ceiling says that a tenth is exposed. Cells of one rank and ceilings have no flags."""
     seconds = {"strong-ceiling-n2": 0.9, "strong-single-n1": 1.5}
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:

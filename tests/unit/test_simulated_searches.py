@@ -128,7 +128,7 @@ class LossCurve:
         self.best_lr = 10 ** draw.uniform(-3.5, -1.5)  # of complete runs
         self.edge = self.best_lr * 2 ** draw.uniform(0.7, 4)
         self.below = 10 ** draw.uniform(-2, -0.8)  # nats per squared octave below the best rate
-        self.shift = draw.uniform(-0.3, 1.2)  # octaves by which the best rate of 1/8 of the tokens is higher
+        self.shift = draw.uniform(-0.3, 1.2)  # octaves by which 1/8 of the tokens raises the best rate
         self.above = self.below * draw.uniform(0.7, 3)
         # the range test diverges at another rate than complete runs, or (above 1) never
         self.range_edge = 2.0 if draw.random() < 0.1 else self.edge * 2 ** draw.uniform(-0.5, 1)

@@ -101,7 +101,7 @@ TOLERANCES = {  # relative, absolute
 
 
 def check_cross_entropy(tensor: TensorParallel, grid: RankGrid) -> None:
-    """Check labels in every shard and at its borders. exp of the last rows needs the maximum subtracted."""
+    """Check labels in every shard and at its borders. exp of the last rows needs a subtracted maximum."""
     vocabulary = ParallelEmbedding(grid.tp_group.group_name, grid.tp_rank)
     generator = torch.Generator().manual_seed(0)
     labels_P = torch.cat([torch.arange(VOCABULARY), torch.tensor([IGNORE, 5, IGNORE, 17, 0, 23])])

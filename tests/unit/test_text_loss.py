@@ -175,7 +175,7 @@ def test_a_prediction_is_right_if_its_logit_is_the_largest() -> None:
 
 
 def test_the_standard_error_of_a_ratio_by_hand() -> None:
-    """3 / 2 and 1 / 1: mean 4/3, residuals 1/3 and -1/3, sqrt(2/9 x 2/1) / 3 = 2/9. A third is empty."""
+    """3 / 2 and 1 / 1: mean 4/3, residuals 1/3 and -1/3, sqrt(2/9 x 2/1) / 3 = 2/9. The third is empty."""
     assert text_loss.ratio(np.array([3.0, 1.0, 0.0]), np.array([2, 1, 0])) == pytest.approx((4 / 3, 2 / 9))
     assert text_loss.ratio(np.array([3.0]), np.array([2])) == (1.5, None)
     assert text_loss.ratio(np.zeros(2), np.zeros(2, np.int64)) == (None, None)

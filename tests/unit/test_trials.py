@@ -112,7 +112,7 @@ def test_a_run_with_incomplete_step_records_is_repeated(tmp_path: Path, text: st
 
 
 def test_a_finetuning_run_without_predictions_is_repeated(tmp_path: Path) -> None:
-    """A full disk may prevent them although the run ends well."""
+    """A full disk may prevent the predictions although the run ends well."""
     finetuned = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=x")
     write(trial := Trial(tmp_path, finetuned, 1), {"status": "done"})
     assert trials.earlier_outcome(trial) is None

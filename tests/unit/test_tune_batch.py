@@ -97,7 +97,7 @@ def test_an_auto_micro_batch_is_the_runs_own_a_cached_or_a_new_one(
     assert failed["out"] == done["out"], "a failed search is resumed"
     assert done["options"] == BatchOptions("2", 300.0, None, "accelerate")
     assert (done["overrides"], done["dry_run"]) == (settings, False)
-    for more in ([], ["optim.lr=0.5"]):  # with the same speed
+    for more in ([], ["optim.lr=0.5"]):  # settings that keep the speed
         assert "auto = 8, measured on 2026-11-24" in resolve(*more)[2]
     assert len(given) == 2
     resolve("optim.name=lamb")

@@ -257,7 +257,7 @@ def test_a_rank_creates_the_run_directory_and_counts_the_energy_of_the_steps(man
     assert start.seconds > 0, "without a launcher the rank keeps the ledger"
     beat = files.read_heartbeat(files.heartbeat_path(many_ways / "next", 0))
     assert beat is not None
-    assert files.PHASES[beat.phase] == "done", "otherwise it seems to hang"
+    assert files.PHASES[beat.phase] == "done", "otherwise the rank seems to hang"
 
 
 def test_a_rank_accepts_the_option_that_deepspeed_adds() -> None:
@@ -267,7 +267,7 @@ def test_a_rank_accepts_the_option_that_deepspeed_adds() -> None:
 
 
 def test_elapsed_time_continues_in_another_directory(many_ways: Path) -> None:
-    """Otherwise a time budget would start again. The first checkpoint has the time of the resumed one."""
+    """A time budget must not start again. The first checkpoint has the elapsed time of the resumed one."""
     states = [many_ways / name / "checkpoints/step-00000002/state.json" for name in ("not yet/there", "next")]
     before, after = (read_json(path)["elapsed_s"] for path in states)
     assert before == after > 0
