@@ -344,7 +344,7 @@ ROWS, HIDDEN = 11, 6
 
 
 def row_case(dtype: torch.dtype, *, foreign: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return a case that looks up row 4 most, rows 0 and 10 once and row 7 never. `foreign` ignores 4 lookups."""
+    """Look up row 4 most, rows 0 and 10 once, row 7 never; `foreign` ignores 4 lookups. Return the case."""
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.tensor([[4, 4, 1, 4, 10, 2], [2, 4, 0, 4, 4, 9]])
     grad_BSH = torch.randn(2, 6, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
