@@ -344,7 +344,7 @@ ROWS, HIDDEN = 11, 6
 
 
 def row_case(dtype: torch.dtype, *, foreign: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Look up row 4 most, rows 0 and 10 once, row 7 never; `foreign` ignores 4 lookups. Return the case."""
+    """Return lookups in which row 4 is most frequent and row 7 missing; `foreign` ignores 4 of them."""
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.tensor([[4, 4, 1, 4, 10, 2], [2, 4, 0, 4, 4, 9]])
     grad_BSH = torch.randn(2, 6, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
