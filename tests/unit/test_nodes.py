@@ -143,8 +143,8 @@ def test_refusals_of_node_0_are_reported_on_every_node(
             coordinator.gather(hello(0, nodes=nodes))
 
     with ThreadPoolExecutor() as pool:
-        (said,) = issues_of(coordinate)
-    for line in (said, *(each.result() for each in answers)):
+        (refusal,) = issues_of(coordinate)
+    for line in (refusal, *(each.result() for each in answers)):
         assert line.startswith(words)
     assert not list(tmp_path.glob(".nodes-*"))
 

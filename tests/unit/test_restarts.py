@@ -56,8 +56,8 @@ class Play:
         return self.stop
 
     def go(self, max_restarts: int, ranks: int = 4, micro_size: int = 1, **options: Any) -> RunOutcome:
-        asked, of = RunOptions(max_restarts=max_restarts, **options), config(micro_size=micro_size)
-        return supervise(self.start, of, self.run_dir, ranks, asked, self.logged.append, self.sleep)
+        given, of = RunOptions(max_restarts=max_restarts, **options), config(micro_size=micro_size)
+        return supervise(self.start, of, self.run_dir, ranks, given, self.logged.append, self.sleep)
 
 
 NONE, AGREED = (1, RAISED, None), RAISED.model_copy(update={"agreed": True})
