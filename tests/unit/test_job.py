@@ -1,4 +1,4 @@
-"""What verbs that start runs share: devices, and the directory that they go on in."""
+"""Tests of launcher.job: device selection, output directories and missing inputs."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ from launcher.run.train import start_warnings
 from tests.e2e.cli import umask
 from tests.helpers import make_config, raised_issues, read_json, write_files
 
-ASKED = {"repeats": 3, "steps": 50, "tokens": None}
+REQUESTED = {"repeats": 3, "steps": 50, "tokens": None}
 
 
 class MadePlan(PlanFile):
@@ -31,7 +31,7 @@ class MadePlan(PlanFile):
 
 
 def plan(**settings: Any) -> MadePlan:
-    return MadePlan(config_hash="abc", settings={**ASKED, **settings})
+    return MadePlan(config_hash="abc", settings={**REQUESTED, **settings})
 
 
 def output(out: Path, **settings: Any) -> Output[MadePlan]:
@@ -51,7 +51,7 @@ def made(device: str, gpus: int) -> job.Job:
         ("auto", 0, "auto", 2),
         ("auto", 4, "auto", 4),
         ("auto", 4, "3", 3),
-        ("cpu", 4, "auto", 2),  # its ranks run on cores, whatever GPUs are there
+        ("cpu", 4, "auto", 2),  # CPU ranks use cores even if the machine has GPUs
         ("cpu", 4, "8", 8),
         ("auto", 0, str(MAX_RANKS), MAX_RANKS),
         ("auto", 0, str(MAX_RANKS + 1), ("--nproc", "out_of_range")),
@@ -70,15 +70,15 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | t
         assert (issue.setting, issue.kind) == ranks
 
 
-def test_missing_gpus_are_warned_of(tmp_path: Path) -> None:
+def test_gpus_missing_from_cuda_visible_devices_give_a_warning(tmp_path: Path) -> None:
     quiet = [("auto", 0, None), ("auto", 0, ""), ("auto", 0, "-1"), ("auto", 1, "0"), ("cpu", 0, "0")]
     for device, gpus, selection in [("auto", 0, "0,1"), ("auto", 0, "GPU-7"), *quiet]:
-        asked = made(device, gpus)
-        machine = dataclasses.replace(asked.machine, cuda_visible_devices=selection, gpus_present=2)
-        asked = dataclasses.replace(asked, machine=machine)
-        lines, is_warned = asked.device_warnings(), (device, gpus, selection) not in quiet
+        requested = made(device, gpus)
+        machine = dataclasses.replace(requested.machine, cuda_visible_devices=selection, gpus_present=2)
+        requested = dataclasses.replace(requested, machine=machine)
+        lines, is_warned = requested.device_warnings(), (device, gpus, selection) not in quiet
         assert [f"CUDA_VISIBLE_DEVICES={selection}" in line for line in lines] == [True] * is_warned
-        assert lines == start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[: len(lines)]
+        assert lines == start_warnings(requested, RunOptions(), 1, 1, tmp_path, None)[: len(lines)]
 
 
 RESTART, UNSAVED = "--max-restarts: no checkpoints are saved", "checkpoint.keep is 0"
@@ -97,14 +97,14 @@ def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (0, 1, 1, "minutes=10", 0, [RESTART, UNSAVED]),
     ):
         saves = make_config(f"checkpoint.every_{every}", f"checkpoint.keep={keep}")
-        asked = dataclasses.replace(made("auto", gpus), config=saves)
-        said = start_warnings(asked, RunOptions(max_restarts=restarts), ranks, ranks, tmp_path, None)
-        assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
+        requested = dataclasses.replace(made("auto", gpus), config=saves)
+        printed = start_warnings(requested, RunOptions(max_restarts=restarts), ranks, ranks, tmp_path, None)
+        assert [line[: len(start)] for line, start in zip(printed, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "is writable by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
+    assert "is writable by every user" in start_warnings(requested, RunOptions(), 1, 1, tmp_path, None)[-1]
 
 
-def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
+def test_an_output_directory_with_foreign_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     assert output(tmp_path / "new").issues() == output(tmp_path).issues() == []
     (tmp_path / "mine.txt").touch()
@@ -117,19 +117,19 @@ def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
     ("now", "words"),
     [
         ({}, None),
-        ({"repeats": 5}, None),  # more of them go on in the same directory
+        ({"repeats": 5}, None),  # repeats may increase
         ({"repeats": 2}, "settings.repeats: 3 before, 2 now"),
         ({"steps": 60}, "settings.steps: 50 before, 60 now"),
         ({"tokens": 5}, "settings.tokens: None before, 5 now"),
     ],
 )
-def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
+def test_the_plan_of_a_directory_is_fixed(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
     results.write(tmp_path / "grid.json", plan())
     issues = output(tmp_path, **now).issues()
     assert [words is not None and words in issue.message for issue in issues] == ([True] if words else [])
 
 
-def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
+def test_a_changed_configuration_is_reported_setting_by_setting(tmp_path: Path) -> None:
     def begun(*settings: str) -> Output[MadePlan]:
         config = make_config(*settings)
         mine = {"config_hash": config.hash(), "config": config.model_dump(mode="json")}
@@ -141,7 +141,7 @@ def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
     assert "(data.shuffle: True before, False now; optim.lr: 0.0003 before, 0.0001 now)" in issue.message
 
 
-def test_other_machines_are_not_mixed(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_is_refused(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     config = make_config()
     out = tmp_path / "out"
@@ -153,15 +153,15 @@ def test_other_machines_are_not_mixed(tmp_path: Path, shards: Path, monkeypatch:
     results.write(out / "grid.json", first.model_copy(update={"tokens": 7}))
     output(out, repeats=4).begin(config)
     later = results.read(out / "grid.json", MadePlan)
-    assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
+    assert (later.tokens, later.settings["repeats"]) == (7, 4)  # the results are kept
     other = {**first.machine, "cores": 99}
     results.write(out / "grid.json", first.model_copy(update={"machine": other}))
     with pytest.raises(ConfigError, match=r"\(cores: 99 before, "):
         output(out).begin(config)
-    assert results.read(out / "grid.json", MadePlan).machine == other, "it keeps the machine of the first"
+    assert results.read(out / "grid.json", MadePlan).machine == other, "the file keeps the first machine"
 
 
-def test_identity_is_of_the_machine_and_the_data() -> None:
+def test_identity_depends_on_the_machine_and_the_data() -> None:
     facts = {**environment.probe().to_json(), "gpus": [gpu := {"name": "a", "driver": "570"}]}
     assert identity(facts, "a") == json.loads(json.dumps(identity(facts, "a"))) != identity(facts, "b")
     other = [{"affinity_cores": 99}, {"cpu_model": "x"}, {"gpus": [gpu, gpu]}]
@@ -172,7 +172,7 @@ def test_identity_is_of_the_machine_and_the_data() -> None:
         assert identity({**facts, **change}, "a") == identity(facts, "a"), change
 
 
-def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_path: Path) -> None:
+def test_an_existing_run_directory_supplies_its_own_configuration(tmp_path: Path) -> None:
     assert job.find_config(None, tmp_path).stem == "quickstart"
     (tmp_path / "config.yaml").touch()
     assert job.find_config(None, tmp_path) == tmp_path / "config.yaml"
@@ -196,7 +196,7 @@ def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_pa
         ("data.sources=[{}/**/*.txt]", None),
     ],
 )
-def test_missing_inputs(
+def test_missing_inputs_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, kind: str | None
 ) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "deepspeed")
@@ -205,37 +205,37 @@ def test_missing_inputs(
     assert [(i.setting, i.kind) for i in issues] == ([(setting.partition("=")[0], kind)] if kind else [])
 
 
-def test_a_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "scipy")
     config = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=/none")
     assert ("objective.name", "needs_package") in [(i.setting, i.kind) for i in job.input_issues(config)]
 
 
-def test_an_open_cache_is_refused_for_data_to_build(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
-    monkeypatch.setattr(job.files, "cache_issues", lambda: ["others write there"])
-    ours = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
-    assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == ["others write there"]
-    assert job.input_issues(make_config(*ours)) == []
+def test_data_are_not_built_in_a_cache_open_to_others(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
+    monkeypatch.setattr(job.files, "cache_issues", lambda: ["others write blocked"])
+    prepared = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
+    assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == ["others write blocked"]
+    assert job.input_issues(make_config(*prepared)) == []
 
 
-@pytest.mark.parametrize("stands", [True, False])
-def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, stands: bool) -> None:
+@pytest.mark.parametrize("existed", [True, False])
+def test_locking_leaves_an_unused_directory_as_it_was(tmp_path: Path, existed: bool) -> None:
     directory = tmp_path / "run"
-    if stands:
+    if existed:
         directory.mkdir()
     with lock_output_dir(directory, ".lock", "--run-dir", "run"):
         assert (directory / ".lock").exists()
         again = lock_output_dir(directory, ".lock", "-", "run")
         with pytest.raises(ConfigError, match="in use by another run"):
             again.__enter__()
-    assert directory.exists() == stands
+    assert directory.exists() == existed
     assert not list(tmp_path.rglob(".lock"))
     with lock_output_dir(directory, ".lock", "--run-dir", "run"):
         (directory / "config.yaml").touch()
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]
 
 
-def test_output_directories_are_private_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_directories_are_private_and_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with umask(0), lock_output_dir(tmp_path / "a" / "out", ".lock", "--out", "grid"):
         assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
@@ -246,15 +246,15 @@ def test_output_directories_are_private_or_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_a_result_is_printed_as_json_or_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`there`: a directory stands in the place of the page."""
-    for as_json, there in ((True, False), (False, False), (True, True)):
-        out, place = io.StringIO(), output(tmp_path / f"{as_json}-{there}")
-        if there:
+    """`blocked`: a directory with the name of the page keeps the page from being written."""
+    for as_json, blocked in ((True, False), (False, False), (True, True)):
+        out, place = io.StringIO(), output(tmp_path / f"{as_json}-{blocked}")
+        if blocked:
             (place.path / "report.html").mkdir(parents=True)
         how = VerbOptions(None, False, as_json, Console(file=out, width=200))
         assert how.measure(place, lambda: (plan(), Report("a result"), 3)) == 3
         assert (f"{place.path}/report.html" in out.getvalue()) != as_json
-        said = capsys.readouterr()
-        assert said.out == (results.to_json(plan()) if as_json else "")
-        assert ("report.html was not written" in said.err) == there
-        assert there or "a result" in (place.path / "report.html").read_text()
+        printed = capsys.readouterr()
+        assert printed.out == (results.to_json(plan()) if as_json else "")
+        assert ("report.html was not written" in printed.err) == blocked
+        assert blocked or "a result" in (place.path / "report.html").read_text()

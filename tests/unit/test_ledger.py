@@ -1,4 +1,4 @@
-"""Dollars and energy of a run over its starts, from counters that wrap and start again."""
+"""Tests of the ledger: a run's dollars and energy over all its starts, with counters that wrap or restart."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.helpers import make_config, raised_issues
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     now = 100.0
 
@@ -22,11 +22,11 @@ class Clock:
         return self.now
 
 
-def zone(root: Path, name: str, joules: float, holds: str = "package-0") -> Path:
-    """Write a zone of Linux' powercap, whose counter wraps at 10 J."""
+def zone(root: Path, name: str, joules: float, label: str = "package-0") -> Path:
+    """Write a powercap zone of Linux whose counter wraps at 10 J. Return its directory."""
     directory = root / name
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "name").write_text(f"{holds}\n")
+    (directory / "name").write_text(f"{label}\n")
     (directory / "energy_uj").write_text(f"{joules * 1e6:.0f}\n")
     (directory / "max_energy_range_uj").write_text("10000000\n")
     return directory
@@ -36,7 +36,7 @@ def test_dollars_are_price_times_devices_times_time_over_all_starts(tmp_path: Pa
     clock = Clock()
     first = Ledger(tmp_path, 2, RunConfig(price_per_device_hour=3.6), now=clock, began_s=clock.now - 10)
     clock.now += 1790
-    first.use(2)  # a restart on as many
+    first.use(2)  # a restart on the same number of devices
     first.use(1)
     clock.now += 100
     first.update()
@@ -62,7 +62,7 @@ def test_a_thread_keeps_the_file_up_to_date(tmp_path: Path, monkeypatch: pytest.
     assert read_ledger(tmp_path).total().seconds == 7.0
 
 
-def test_stated_power_is_labelled_and_includes_the_building(tmp_path: Path) -> None:
+def test_stated_power_is_labelled_and_multiplied_by_pue(tmp_path: Path) -> None:
     clock = Clock()
     run = RunConfig(watts_per_device=300.0, pue=1.5, grams_co2_per_kwh=400.0)
     book = Ledger(tmp_path, 4, run, now=clock)
@@ -76,8 +76,8 @@ def test_stated_power_is_labelled_and_includes_the_building(tmp_path: Path) -> N
 def test_rapl_counts_whole_packages_once_and_survives_a_wrap(tmp_path: Path) -> None:
     root, clock = tmp_path / "powercap", Clock()
     (root / "intel-rapl").mkdir(parents=True)
-    zone(root, "intel-rapl-mmio:0", 1.0)  # the same package by another way
-    zone(root, "intel-rapl:0:0", 1.0, "core")  # a part of it
+    zone(root, "intel-rapl-mmio:0", 1.0)  # the same package through another interface
+    zone(root, "intel-rapl:0:0", 1.0, "core")  # a part of the package
     zone(root, "intel-rapl:0", 9.0)
     counters = energy_counters([], root)
     assert [(counter.origin, counter.read_j()) for counter in counters] == [("rapl", 9.0)]
@@ -90,7 +90,7 @@ def test_rapl_counts_whole_packages_once_and_survives_a_wrap(tmp_path: Path) -> 
     assert read_ledger(tmp_path).kwh_per_s == pytest.approx(1.4 / 4 / 3.6e6)
 
 
-def test_a_reading_that_fails_is_made_up_for_by_the_next_and_at_the_start_no_counter(tmp_path: Path) -> None:
+def test_the_next_reading_covers_a_failed_one_and_an_unreadable_counter_is_left_out(tmp_path: Path) -> None:
     root = tmp_path / "powercap"
     directory = zone(root, "intel-rapl:0", 1.0)
     book = Ledger(tmp_path, 1, RunConfig(), energy_counters([], root), now=Clock())
@@ -113,23 +113,23 @@ def test_nvml_counts_each_gpu_by_its_index(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(counter.origin, counter.read_j()) for counter in counters] == [("nvml", 0.0), ("nvml", 2.0)]
 
 
-def test_an_nvml_counter_starts_again_with_its_driver(tmp_path: Path) -> None:
+def test_an_nvml_counter_restarts_with_its_driver(tmp_path: Path) -> None:
     readings = iter([5.0, 8.0, 2.0])
     book = Ledger(tmp_path, 1, RunConfig(), [EnergyCounter("nvml", readings.__next__)], now=Clock())
     book.update()
     assert book.update().kwh == pytest.approx((3 + 2) / 3.6e6)
 
 
-def test_no_ledger_is_empty_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+def test_a_missing_ledger_is_empty_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     assert read_ledger(tmp_path).starts == []
     for damaged in ('{"schema_version": 2}', "{", "[]"):
         files.write_text(tmp_path / ledger.LEDGER, damaged)
         assert raised_issues(Ledger, tmp_path, 1, RunConfig())[0].kind == "damaged"
 
 
-def test_the_share_goes_on_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) -> None:
+def test_the_spent_share_is_extrapolated_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) -> None:
     clock = Clock()
-    book = Ledger(tmp_path, 1, RunConfig(price_per_device_hour=3600.0), now=clock)  # a dollar a second
+    book = Ledger(tmp_path, 1, RunConfig(price_per_device_hour=3600.0), now=clock)  # 1 dollar per second
     clock.now += 10
     book.update()
     spending = Spending(tmp_path, "dollars", 110.0, end_s=10.0)
@@ -138,7 +138,7 @@ def test_the_share_goes_on_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) 
     spending.evaluation_s = 50.0
     assert spending.share(clock.now + 3) == pytest.approx(13 / 50)
     assert spending.share(clock.now + 40) == 1.0
-    (tmp_path / ledger.LEDGER).write_text("{")  # torn, or a file server that does not answer
+    (tmp_path / ledger.LEDGER).write_text("{")  # half written, or unreadable on a file server
     assert spending.share(clock.now + 30) == pytest.approx(40 / 50)
     with pytest.raises(OSError, match="kwh"):
         Spending(tmp_path, "kwh", 1.0, end_s=0.0).share(clock.now)

@@ -1,4 +1,4 @@
-"""Records sent to services, with fakes in their place: lines as they come, a cut, a failure, the child."""
+"""Tests of sending records to logging services: new lines, truncation, failures and the child process."""
 
 import importlib.util
 import re
@@ -24,7 +24,7 @@ ABSENT = "trackio"
 
 
 class Fake:
-    """A service that keeps what it gets."""
+    """A fake service that stores everything it receives."""
 
     where = "nowhere"
 
@@ -42,14 +42,14 @@ class Fake:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
-    """The fake runs, in the order in which they were opened."""
+    """Return the fake runs in the order in which they were opened."""
     runs: list[Fake] = []
     monkeypatch.setitem(loggers.OPENERS, "wandb", lambda *given: runs.append(Fake(*given)) or runs[-1])
     return runs
 
 
 def send_all(run_dir: Path) -> None:
-    """Send like `report --log-to`: all records, and the end."""
+    """Send all records and the end of the run, like `report --log-to`."""
     (run_dir / "logs").mkdir(exist_ok=True)
     loggers.send(run_dir, "wandb", lambda seconds: True, lambda line: None)
 
@@ -66,7 +66,7 @@ def test_a_run_is_sent_with_settings_numbers_summary_and_links(tmp_path: Path, o
     assert re.fullmatch(r"run-\d{8}-\d{6}", run.name)
     assert steps(run) == list(range(10, 101, 10))
     first = metrics(10)
-    del first["step"], first["mfu"]  # null: not known
+    del first["step"], first["mfu"]  # null, because the peak is unknown
     assert run.rows[0] == (10, first)
     (evaluation,) = files.read_lines(run_dir / "evals.jsonl")
     measured = evaluation.keys() - {"step", "tokens", "elapsed_s"}
@@ -81,7 +81,7 @@ def test_a_run_is_sent_with_settings_numbers_summary_and_links(tmp_path: Path, o
     assert all(isinstance(value, str | int | float) for value in facts.values())
 
 
-def test_lines_are_sent_by_step_a_torn_one_when_it_is_whole_and_a_repeated_one_once(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_sent_once_complete_and_a_repeated_step_only_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reader = loggers.StepReader(path)
     assert list(reader.rows()) == []
@@ -91,7 +91,7 @@ def test_lines_are_sent_by_step_a_torn_one_when_it_is_whole_and_a_repeated_one_o
     with path.open("a") as file:
         file.write('ss": 2.5}\nnot JSON\n{"step": 3, "loss": null}\n')
     assert list(reader.rows()) == [(2, {"loss": 2.5}), (3, {})]
-    files.cut_back(path, 2)  # as a run that is resumed from step 2
+    files.cut_back(path, 2)  # like a run that resumes from step 2
     for step in (3, 4):
         files.append_line(path, {"step": step})
     assert [step for step, _ in reader.rows()] == [4]
@@ -100,7 +100,7 @@ def test_lines_are_sent_by_step_a_torn_one_when_it_is_whole_and_a_repeated_one_o
 def test_held_out_losses_are_sent_in_the_order_of_steps(
     tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Services drop, or misplace, a step below the last. A directory that is lost at the end is an error."""
+    """Services drop or misplace a step lower than the last one. A run directory that vanishes is an error."""
     run_dir = make_run(tmp_path / "run")
     write_lines(run_dir / "evals.jsonl", [{"step": step, "loss": 6.0} for step in (50, 70, 100)])
     monkeypatch.setattr(Fake, "finish", lambda *_: shutil.rmtree(run_dir))
@@ -122,7 +122,7 @@ def test_the_end_of_a_run_has_its_exit_code_and_links(tmp_path: Path, opened: li
     assert loggers.summary_facts(make_run(tmp_path / "bad", summary=failed("no", "bad_input")))[1] == 2
 
 
-def test_lines_are_sent_while_the_run_goes_on(tmp_path: Path, opened: list[Fake]) -> None:
+def test_lines_are_sent_during_the_run(tmp_path: Path, opened: list[Fake]) -> None:
     run_dir, seen = make_run(tmp_path / "run", 1), list[list[int]]()
     (run_dir / "logs").mkdir()
 
@@ -138,24 +138,24 @@ def test_lines_are_sent_while_the_run_goes_on(tmp_path: Path, opened: list[Fake]
 
 
 needs_absent = pytest.mark.skipif(
-    importlib.util.find_spec(ABSENT) is not None, reason=f"{ABSENT} is installed here"
+    importlib.util.find_spec(ABSENT) is not None, reason=f"{ABSENT} is installed"
 )
 
 
 @needs_absent
-def test_a_missing_package_keeps_no_other_service_from_its_records(tmp_path: Path) -> None:
-    run_dir, said = make_run(tmp_path / "run"), list[str]()
-    with loggers.Loggers(run_dir, [ABSENT, "tensorboard"], said.append) as sender:
-        wait_for(lambda: len(said) == 2, 30)  # at once, not at the end
-    assert sorted(said)[0].startswith(f"tensorboard: {run_dir / 'tensorboard'}")
+def test_a_missing_package_does_not_affect_other_services(tmp_path: Path) -> None:
+    run_dir, messages = make_run(tmp_path / "run"), list[str]()
+    with loggers.Loggers(run_dir, [ABSENT, "tensorboard"], messages.append) as sender:
+        wait_for(lambda: len(messages) == 2, 30)  # during the run, not at its end
+    assert sorted(messages)[0].startswith(f"tensorboard: {run_dir / 'tensorboard'}")
     unsent = f"warning: no further records of this run are sent to {ABSENT} (ModuleNotFoundError: "
-    assert sorted(said)[1].startswith(unsent)
+    assert sorted(messages)[1].startswith(unsent)
     assert sender.exit_code == 1
     assert b"summary/final_loss" in events(run_dir)
 
 
 def events(run_dir: Path) -> bytes:
-    """The bytes of all event files."""
+    """Return the bytes of all event files."""
     return b"".join(path.read_bytes() for path in (run_dir / "tensorboard").rglob("events*"))
 
 
@@ -171,31 +171,31 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("wait", "end", "code", "words"),
     [
-        (True, "time.sleep(0.3)", 0, None),  # however long
-        (False, f"sys.exit({loggers.INCOMPLETE})", 1, None),  # it has said itself what was not sent
+        (True, "time.sleep(0.3)", 0, None),  # without a time limit
+        (False, f"sys.exit({loggers.INCOMPLETE})", 1, None),  # the child itself reports unsent records
         (False, "time.sleep(600)", 1, "it did not exit in time"),
         (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143, "it did not exit in time"),
         (True, "os.abort()", 1, "killed by signal 6"),
     ],
 )
-def test_how_long_a_service_has_and_how_it_ended(
+def test_a_service_is_waited_for_or_killed_and_its_failure_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool, end: str, code: int, words: str | None
 ) -> None:
-    """Whatever it has started ends with one that does not."""
-    ready, said = tmp_path / "ready", list[str]()
+    """Processes that a service started are killed if the service does not exit."""
+    ready, messages = tmp_path / "ready", list[str]()
     command = [sys.executable, "-I", "-S", "-c", CHILD.format(end), str(ready)]
     monkeypatch.setattr(loggers, "module_command", lambda _: command)
     monkeypatch.setattr(loggers, "SERVICES_S", 0.0 if wait else 0.5)
     before = set(psutil.Process().children(recursive=True))
-    with stop_signals(), loggers.Loggers(tmp_path, ["wandb"], said.append, wait=wait) as sender:
+    with stop_signals(), loggers.Loggers(tmp_path, ["wandb"], messages.append, wait=wait) as sender:
         wait_for(lambda: ready.exists() and ready.read_text() == "wandb", 30)
         started = set(psutil.Process().children(recursive=True)) - before
     if words == "it did not exit in time":
         wait_for(lambda: not any(map(is_alive, started)), 10)
     for left in filter(is_alive, started):
         left.kill()
-    assert (sender.exit_code, len(said)) == (code, words is not None)
-    assert all(line.startswith("warning: ") and f"to wandb ({words}" in line for line in said)
+    assert (sender.exit_code, len(messages)) == (code, words is not None)
+    assert all(line.startswith("warning: ") and f"to wandb ({words}" in line for line in messages)
 
 
 @needs_absent
@@ -205,20 +205,20 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> 
     assert (issue.setting, issue.kind, issue.value) == ("log.to", "needs_package", ABSENT)
     assert issue.hint == "`pip install 'trackio>=0.43'`"
     run_dir = make_run(tmp_path / "run")
-    said = refused("report", str(run_dir), "--log-to", f"tensorboard,{ABSENT}")
-    assert said.startswith(f"error: --log-to: {ABSENT} ")
+    messages = refused("report", str(run_dir), "--log-to", f"tensorboard,{ABSENT}")
+    assert messages.startswith(f"error: --log-to: {ABSENT} ")
     assert not (run_dir / "report.html").exists()
 
 
 def test_an_unknown_service_is_refused(tmp_path: Path) -> None:
     issues = job.logger_issues(unknown := ["tensorbord", ""], "log.to")
     assert [(i.setting, i.kind, i.value) for i in issues] == [("log.to", "unknown", name) for name in unknown]
-    said = refused("report", str(tmp_path), "--log-to", "tensorboard")
-    assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
+    messages = refused("report", str(tmp_path), "--log-to", "tensorboard")
+    assert messages.startswith(f"error: --log-to: {tmp_path} is not a run directory")
     assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
 
 
-def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
+def test_report_sends_a_run_that_was_not_sent(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     done = here("report", str(run_dir), "--log-to", "tensorboard")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The loop around a step: held-out loss without dropout and over unequal ranks, and what a step's time is."""
+"""Tests of the training loop: evaluation, step times, budgets, saves and the summary."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def measured(trainer: Trainer) -> dict[str, Any]:
     return result
 
 
-def test_evaluation_is_without_dropout_and_training_goes_on_with_it(trainer: Trainer) -> None:
+def test_dropout_is_off_in_evaluation_and_on_again_in_training(trainer: Trainer) -> None:
     def total_loss() -> float:
         with torch.no_grad():
             return sum(float(trainer.task.loss(model, batch)) for batch in held_out)
@@ -74,17 +74,17 @@ def test_evaluation_is_without_dropout_and_training_goes_on_with_it(trainer: Tra
     wanted = total_loss()
     assert result["masked_tokens"] == sum(batch.num_masked for batch in held_out)
     assert result["loss"] == pytest.approx(wanted / result["masked_tokens"], rel=1e-6)
-    assert trained != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
+    assert trained != pytest.approx(wanted, rel=1e-6), "dropout has no effect on the loss"
 
 
-def test_an_evaluation_that_is_stopped_leaves_the_model_training(trainer: Trainer) -> None:
+def test_a_stopped_evaluation_leaves_the_model_in_training_mode(trainer: Trainer) -> None:
     answers = iter((False, True))
     assert evaluate(trainer, lambda: next(answers)) is None
     assert trainer.bare_model.training
 
 
 def test_the_held_out_loss_counts_each_replicas_sequences_once(trainer: Trainer) -> None:
-    """Two replicas of two ranks each; a sequence is 0 on the replica that has not measured it."""
+    """Two replicas of two ranks each. A replica reports 0 for a sequence that it has not measured."""
 
     def gather(values: Any) -> list[Any]:
         hits, *losses = values
@@ -98,11 +98,11 @@ def test_the_held_out_loss_counts_each_replicas_sequences_once(trainer: Trainer)
     assert both["masked_accuracy"] == pytest.approx(2 * alone["masked_accuracy"])
 
 
-# --- the time of a step
+# --- step time
 
 
 class Slow(Model):
-    """A second for a micro batch of training, a hundred for one of evaluation."""
+    """A model that takes 1 s for a micro batch in training and 100 s in evaluation."""
 
     def __init__(self, clock: Clock):
         super().__init__()
@@ -122,11 +122,11 @@ class Clock:
         return self.now
 
 
-FULL = Failure(message="no room", kind="disk")
+FULL = Failure(message="disk full", kind="disk")
 
 
 class SlowCheckpointer:
-    """A thousand seconds for a checkpoint."""
+    """A checkpointer that takes 1,000 s for a save."""
 
     abort_reason, problem, newest, stall_s, failed_saves, failed_writes = None, None, None, 0.0, 0, 0
     save_s = 1000.0
@@ -147,7 +147,7 @@ class SlowCheckpointer:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of the metrics and of the model that is trained."""
+    """Replace the clock of the metrics and of the trained model."""
     clock = Clock()
 
     class SlowTask(MaskedLanguageModel):
@@ -165,7 +165,7 @@ TrainHere = Callable[..., Trained]
 
 @pytest.fixture
 def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
-    """Train five steps of two micro batches, unless `sections` say otherwise."""
+    """Return a function that trains five steps of two micro batches, unless `sections` override this."""
 
     def train_here(
         stream: Any = None, enter: Any = None, waits_s: float = 0.0, spending: Any = None, **sections: Any
@@ -178,7 +178,7 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
             "eval": {"max_sequences": 2},
         }
         with lone_trainer(config(shards, **base | sections), tmp_path) as lone:
-            # not in the sections: one rank alone is refused under `independent`
+            # set after loading, because the configuration refuses `independent` with one rank
             parallel = lone.config.parallel.model_copy(update={"engine": engine})
             heartbeat: Any = SimpleNamespace(enter=enter, progress=lambda: enter("progress"))
             trainer = dataclasses.replace(
@@ -195,7 +195,7 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
 
 
 class WaitingClock(SharedClock):
-    """So many seconds pass until the other ranks have answered."""
+    """A shared clock on which the other ranks take `waits_s` seconds to answer."""
 
     def __init__(self, comm: HostCollectives, clock: Clock, waits_s: float, spending: Spending | None):
         super().__init__(comm, now=clock.read, spending=spending)
@@ -208,8 +208,8 @@ class WaitingClock(SharedClock):
 
 @pytest.fixture
 def trained(tmp_path: Path, train_here: TrainHere, request: pytest.FixtureRequest) -> Trained:
-    """An evaluation after each step, or after every so many as the test asks for."""
-    # of an earlier start, as far as this one
+    """Train with an evaluation every `request.param` steps (default: 1)."""
+    # the line of an earlier start that reached the same step
     write_lines(tmp_path / "evals.jsonl", [{"step": 5, "loss": 1.0}])
     return train_here(eval={"every_steps": getattr(request, "param", 1), "max_sequences": 2})
 
@@ -219,7 +219,7 @@ def micro_batch() -> MlmBatch:
 
 
 def bad_batch() -> MlmBatch:
-    """A micro batch whose gradient is not finite."""
+    """Return a micro batch whose gradient is not finite."""
     good = micro_batch()
     return dataclasses.replace(good, labels_P=torch.full((len(good.labels_P),), torch.nan))
 
@@ -231,17 +231,17 @@ def test_the_last_step_is_evaluated_once(tmp_path: Path, trained: Trained, steps
     assert [line["tokens"] for line in lines] == [step * 4 * LENGTH for step in steps]
 
 
-def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, trained: Trained) -> None:
+def test_step_time_excludes_evaluation_and_saving(tmp_path: Path, trained: Trained) -> None:
     trainer, state, _ = trained
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
-    assert [line["progress"] for line in lines] == pytest.approx([0.4, 0.8, 1.0])  # after the step
+    assert [line["progress"] for line in lines] == pytest.approx([0.4, 0.8, 1.0])  # at the end of the step
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
-    # two seconds a step, a hundred for the evaluation after each, a thousand for each save before
+    # 2 s per step, 100 s for the evaluation after each step, 1,000 s for each earlier save
     saved = [(facts["step"], facts["samples"], facts["elapsed_s"]) for facts in trainer.checkpointer.facts]
     assert saved == [(2, 8, 204.0), (4, 16, 1408.0), (5, 20, 2510.0)]
-    assert trainer.checkpointer.waited == [4, 5], "only the end waits for a save"
+    assert trainer.checkpointer.waited == [4, 5], "only the end of training waits for saves"
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
     assert read_lines(tmp_path / "evals.jsonl")[0]["elapsed_s"] == 2.0 + 100.0
@@ -249,23 +249,25 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
 
 
 @pytest.mark.parametrize(("engine", "step_s"), [("independent", 2.0), ("auto", 5.0)])
-def test_independent_copies_do_not_wait_in_a_step(train_here: TrainHere, engine: str, step_s: float) -> None:
-    """A step of ranks that train one model has the wait in it."""
+def test_independent_replicas_never_wait_in_a_step(train_here: TrainHere, engine: str, step_s: float) -> None:
+    """The step time of ranks that train one model includes the wait."""
     trainer, *_ = train_here(engine=engine, waits_s=3.0, log={"every_steps": 5})
     assert trainer.meter.steps["step_s"] == [step_s] * 5
 
 
-def test_a_checkpoint_counts_the_steps_skipped_until_then(train_here: TrainHere) -> None:
-    drawn = iter([*[micro_batch] * 2, *[bad_batch] * 2, *[micro_batch] * 6])  # two a step: one is skipped
+def test_a_checkpoint_counts_the_steps_skipped_so_far(train_here: TrainHere) -> None:
+    drawn = iter(
+        [*[micro_batch] * 2, *[bad_batch] * 2, *[micro_batch] * 6]
+    )  # two per step, so one is skipped
     trainer, *_ = train_here(SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0), log={"every_steps": 5})
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
 
 
-def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configuration(
+def test_every_step_uses_the_scheduled_learning_rate_and_the_configured_clip(
     tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every group of the optimizer, and the same rate in the line of the step."""
+    """All parameter groups and the logged line have the same learning rate."""
     taken: list[tuple[set[float], float]] = []
     plain = single.Engine.step
 
@@ -283,8 +285,8 @@ def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configurati
     assert logged(tmp_path, "lr") == pytest.approx(wanted)
 
 
-def test_a_budget_ends_where_a_step_does_not_fit(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
-    """It ends where the next step would not fit, and does not go on when it is started again."""
+def test_training_stops_before_a_budget_overrun(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
+    """A restarted run trains no further, because its progress is 1."""
     waits = iter([1.0] * 6 + [9.0, 1.0, 1.0, 1.0])
 
     def slow_batch() -> MlmBatch:
@@ -303,7 +305,7 @@ def test_a_budget_ends_where_a_step_does_not_fit(tmp_path: Path, train_here: Tra
     ("save_s", "keep", "steps"),
     [(0.0, 2, [0, 31, 61, 75]), (0.5, 2, [0, 31, 61, 75]), (0.8, 2, [0, 31, 71, 75]), (0.0, 0, [0, 75])],
 )
-def test_saves_by_time_take_at_most_a_hundredth_of_it(
+def test_saves_by_time_take_at_most_one_percent_of_the_time(
     train_here: TrainHere,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -311,7 +313,7 @@ def test_saves_by_time_take_at_most_a_hundredth_of_it(
     keep: int,
     steps: list[int],
 ) -> None:
-    """A step takes 2 s: with a save each minute every 30, unless 80 s must pass for one of 0.8 s."""
+    """A step takes 2 s, so a save each minute comes every 30 steps. Saves of 0.8 s must be 80 s apart."""
     monkeypatch.setattr(SlowCheckpointer, "save_s", save_s)
     saves = {"every_steps": 0, "every_minutes": 1.0, "keep": keep}
     trainer, *_ = train_here(checkpoint=saves, schedule={"steps": 75}, eval={"every_steps": 0})
@@ -321,14 +323,14 @@ def test_saves_by_time_take_at_most_a_hundredth_of_it(
 
 @pytest.mark.parametrize("unit", ["dollars", "kwh"])
 @pytest.mark.parametrize("seed", range(10))
-def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_the_sum(
+def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_its_amount(
     tmp_path: Path, train_here: TrainHere, clock: Clock, monkeypatch: pytest.MonkeyPatch, unit: str, seed: int
 ) -> None:
-    """An earlier start took 500 s; this one began 30 s before training. A step takes 2 to 5 s, an evaluation
-    100 s, and a save 1,000 s."""
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer than a step
+    """An earlier start used 500 device-seconds, and this start began 30 s before training. A step takes 2 to
+    5 s, an evaluation 100 s and a save 1,000 s."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # skipped, because it takes longer than a step
     draw = random.Random(seed)
-    rate = draw.uniform(1e-4, 1e-2)  # of the unit, per second
+    rate = draw.uniform(1e-4, 1e-2)  # dollars or kWh per second
     budget = rate * draw.uniform(1850, 1950)
     setting, price = ("price_per_device_hour", 3.6e3) if unit == "dollars" else ("watts_per_device", 3.6e6)
     run = {setting: price * rate}
@@ -360,7 +362,7 @@ def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_the_sum(
     assert progress[-1] >= 1 - 5 / 218
 
 
-def test_a_budget_spent_by_set_up_is_a_failure(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
+def test_a_run_fails_if_setup_spends_the_budget(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
     run, schedule = {"price_per_device_hour": 3600.0}, {"dollars": 20.0}
     ledger = Ledger(tmp_path, 1, RunConfig(**run), now=clock.read)
     clock.now += 15.0
@@ -370,8 +372,8 @@ def test_a_budget_spent_by_set_up_is_a_failure(tmp_path: Path, train_here: Train
     assert (state.step, result.failure.kind) == (0, "error")
 
 
-def test_the_heartbeat_says_what_a_rank_does_between_steps(train_here: TrainHere) -> None:
-    """A hang is told, and waited for, by it."""
+def test_the_heartbeat_reports_the_phase_between_steps(train_here: TrainHere) -> None:
+    """Hang reports and their time limits depend on the phase."""
     phases: list[Any] = []
 
     def enter(phase: str, step: int | None = None) -> None:
@@ -393,7 +395,7 @@ def test_only_rank_0_logs_and_only_plain_text(trainer: Trainer, capsys: pytest.C
 
 
 def test_a_failed_run_is_neither_evaluated_nor_saved(tmp_path: Path, train_here: TrainHere) -> None:
-    """What made it fail must not push a good checkpoint out."""
+    """A checkpoint of the failed state would displace a good one."""
     stream = SimpleNamespace(next=bad_batch, wait_s=0.0)
     trainer, state, result = train_here(stream, run={"max_skipped_in_a_row": 9})
     assert (result.failure.kind, result.signal) == ("not_finite", 0)
@@ -415,7 +417,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     monkeypatch.setattr(profile_step, "Signals", lambda: signals)
     _, state, result = train_here(enter=enter, eval={"max_sequences": 20, "every_steps": 4})
     assert (result.signal, result.failure) == (signal, failure)
-    assert (state.step, state.evaluated_step) == (5, 4), "what step 4 had is not the last step's"
+    assert (state.step, state.evaluated_step) == (5, 4), "the evaluation of step 4 does not count for step 5"
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
 
 
@@ -424,11 +426,11 @@ def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch
     _, state, result = train_here(eval={"every_steps": 0})
     assert (state.step, result.failure.kind) == (5, "not_finite")
     (line,) = read_lines(tmp_path / "evals.jsonl")
-    assert (line["step"], line["loss"]) == (5, None), "and stands in the records"
+    assert (line["step"], line["loss"]) == (5, None), "the record keeps null"
 
 
 def test_a_save_precedes_the_last_evaluation(train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an error there would cost all that was trained since the last checkpoint."""
+    """After an earlier evaluation, an error would lose all training since the last checkpoint."""
     saved: list[list[int]] = []
 
     def fails(trainer: Any, *_: Any) -> None:
@@ -442,8 +444,8 @@ def test_a_save_precedes_the_last_evaluation(train_here: TrainHere, monkeypatch:
 
 
 def test_micro_batches_are_drawn_one_by_one(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
-    """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
-    the work counts it."""
+    """The device would idle if all micro batches were drawn first. The heartbeat reports the wait for data,
+    and no compute timer includes this wait."""
     events: list[str] = []
     steps: list[int] = []
 
@@ -457,17 +459,17 @@ def test_micro_batches_are_drawn_one_by_one(tmp_path: Path, train_here: TrainHer
         events.append("drawn")
         return micro_batch()
 
-    stream = SimpleNamespace(next=slow_batch, wait_s=500.0)  # before training
+    stream = SimpleNamespace(next=slow_batch, wait_s=500.0)  # waited before training
     trainer, *_ = train_here(stream, enter, batch={"global_size": 6, "micro_size": 2}, schedule={"steps": 1})
     assert events[: events.index("log")] == ["data", *["data", "drawn", "step", "progress"] * 3, "data"]
-    assert steps[:3] == [1, 2, 1], "the step, the data of the one that does not come, and the line"
+    assert steps[:3] == [1, 2, 1], "the data of step 1, the data after it, and the log line"
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
     assert trainer.meter.compute_before_reduction_s == [3.0]
 
 
 class Knot:
-    """Refers to itself, so that only the collector frees it."""
+    """An object that refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -488,12 +490,12 @@ def test_garbage_is_collected_when_a_line_is_logged(train_here: TrainHere) -> No
         train_here(SimpleNamespace(next=leaky_batch, wait_s=0.0), enter)
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
-    # at the begin of each step, two micro batches, and a line after every second
+    # counted at the start of a step; a step draws two micro batches, and every second step logs a line
     assert list(dict.fromkeys(alive)) == [0, 2]
     assert sum(knot() is not None for knot in left) == 0
 
 
-def test_a_ramped_step_is_divided_by_its_targets(
+def test_a_step_of_a_batch_ramp_is_divided_by_its_own_target_count(
     tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
@@ -514,11 +516,11 @@ def test_a_ramped_step_is_divided_by_its_targets(
 
 def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, state, result = trained
-    # the other rank has taken more memory and less energy, and two of its writes failed
+    # the other rank used more memory and less energy, and two of its writes failed
     ranks = OneOf(0, 2, lambda own: [own, [own[0] + 3.0, own[1] / 2, 2.0]])
     trainer = dataclasses.replace(trainer, comm=ranks)
-    state.samples += 1000  # of an earlier start
-    state.global_batch = 2  # of a step in a ramp, not the run's
+    state.samples += 1000  # from an earlier start
+    state.global_batch = 2  # the batch of a ramp step, not of the run
     state.step += 1000
     trainer.meter.compute_before_reduction_s, trainer.meter.total_steps = [20.0, 60.0], 20
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
@@ -550,7 +552,7 @@ def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch:
     assert (end["exit_code"], end["failure"], end["signal"]) == (0, None, None)
 
 
-def test_the_summary_tells_how_the_run_ended_and_what_was_run(tmp_path: Path, trained: Trained) -> None:
+def test_the_summary_records_the_outcome_and_the_setup_of_the_run(tmp_path: Path, trained: Trained) -> None:
     trainer, state, result = trained
 
     def written(**changes: Any) -> dict[str, Any]:
@@ -563,7 +565,7 @@ def test_the_summary_tells_how_the_run_ended_and_what_was_run(tmp_path: Path, tr
     trainer.checkpointer.newest = tmp_path / "checkpoints" / "step-00000004"  # type: ignore[misc]
     end = written(failure=FULL)
     assert (end["status"], end["exit_code"], end["signal"]) == ("failed", 1, None)
-    assert (end["failure"]["message"], end["failure"]["kind"]) == ("no room", "disk")
+    assert (end["failure"]["message"], end["failure"]["kind"]) == ("disk full", "disk")
     assert (end["checkpoint"], end["profiled_steps"]) == ("checkpoints/step-00000004", [2, 3])
     model: Any = nn.Linear(1, 1)
     model._get_ddp_logging_data = lambda: {"rebuilt_bucket_sizes": "400, 500"}

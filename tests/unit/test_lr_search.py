@@ -1,4 +1,4 @@
-"""Rules of `tune lr` at their bounds, by hand."""
+"""Tests of the rules of `tune lr` at their bounds, with values computed by hand."""
 
 import math
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ FALL = [10.0] * 5 + [0.0] * 7
 @pytest.mark.parametrize(
     ("losses", "edge"),
     [
-        ([*FALL, 5.5], 12.5),  # a rise of the mean of five by more than a tenth of the fall
+        ([*FALL, 5.5], 12.5),  # the mean of five rises by more than a tenth of the fall
         ([*FALL, 5.0], None),
         ([*FALL, 5.0, 0.6], 13.5),
-        ([*(x + 2 for x in FALL), 7.5], 12.5),  # of the fall, not the height
-        ([*FALL, *[1.0] * 5, 1.6], 17.5),  # above the minimum, not the last mean
-        ([*[0.0, 1.0] * 10, 8 * 1.4826 * math.sqrt(5 / 2) - 0.01], None),  # eight deviations of the noise
+        ([*(x + 2 for x in FALL), 7.5], 12.5),  # a tenth of the fall, not of the height
+        ([*FALL, *[1.0] * 5, 1.6], 17.5),  # the rise is counted from the minimum, not from the last mean
+        ([*[0.0, 1.0] * 10, 8 * 1.4826 * math.sqrt(5 / 2) - 0.01], None),  # 8 standard deviations
         ([*[0.0, 1.0] * 10, 8 * 1.4826 * math.sqrt(5 / 2) + 0.01], 20.5),
-        ([0.0, 0.0, 0.0, 9.0], None),  # before five losses nothing has risen
+        ([0.0, 0.0, 0.0, 9.0], None),  # five losses are needed to detect a rise
         ([1.0, None, 1.0], 1.5),
         ([1.0, math.inf, 1.0], 1.5),
         ([1.0, math.nan, 1.0], 1.5),
@@ -51,13 +51,13 @@ def test_the_edge_is_where_the_smoothed_loss_rises_or_is_not_finite(losses, edge
     [
         ([0, 0, 0, 0], None),
         ([0, 0, 1, 1], 3.0),
-        ([1, 2, 2, 2], None),  # while fp16's loss scale falls
+        ([1, 2, 2, 2], None),  # fp16's loss scale is still falling
         ([1, 2, 2, 3], 4.0),
         ([1, 1, 2, 2], 3.0),
         ([1, 2, 3, 4], None),
     ],
 )
-def test_a_skipped_step_is_the_edge_but_the_first_ones(skipped: list[int], edge: float | None) -> None:
+def test_a_skipped_step_is_the_edge_except_at_the_start(skipped: list[int], edge: float | None) -> None:
     assert lr_search.find_edge([(1.0 + k, 5.0, n) for k, n in enumerate(skipped)])[0] == edge
 
 
@@ -72,7 +72,7 @@ def test_a_skipped_step_is_the_edge_but_the_first_ones(skipped: list[int], edge:
         (396.0, 9.0, [99.0, 49.5, 24.75]),
     ],
 )
-def test_the_first_ladder(edge: float | None, last: float, rates: list[float]) -> None:
+def test_the_first_ladder_starts_below_the_edge(edge: float | None, last: float, rates: list[float]) -> None:
     test = RangeTest(points=[(last, 1.0)], edge=edge, reason="")
     assert lr_search.first_ladder(test, 3) == pytest.approx(rates, rel=1e-12)
 
@@ -90,15 +90,15 @@ DIVERGED = [outcome(lr, None, status="diverged") for lr in (2, 1, 4)]
         ([outcome(1, 1), outcome(2, 2), outcome(4, 3)], 100.0, [0.5]),
         ([outcome(1, 3), outcome(4, 1)], 8.0, [8]),
         ([outcome(1, 3), outcome(4, 1)], 7.9, []),
-        ([outcome(4, 1)], 7.9, [2]),  # no room above the only one
+        ([outcome(4, 1)], 7.9, [2]),  # twice the only rate is above the edge
         ([outcome(1, 3), outcome(4, 1)], None, [8]),
-        (ENDS, 100.0, [32]),  # 4 x 2^3
+        (ENDS, 100.0, [32]),  # at most 4 x 2^3
         ([*ENDS, outcome(32, 0.5)], 100.0, []),
         (DIVERGED, 100.0, [0.5]),
         ([outcome(1, None, status="failed")], 100.0, []),
     ],
 )
-def test_a_rate_is_added_at_the_end_that_is_best_or_below_what_diverged(outcomes, edge, rates) -> None:
+def test_a_rate_is_added_beyond_the_best_end_or_below_diverged_rates(outcomes, edge, rates) -> None:
     rung = Rung(tokens=1, seeds=[0], trials=outcomes)
     assert lr_search.next_short_rates(rung, [4.0, 2.0, 1.0], edge) == rates
 
@@ -124,11 +124,11 @@ def following(losses: dict[float, Sequence[float | None]], *lost: float) -> list
     return lr_search.next_whole_runs(SHORT, last)
 
 
-def test_whole_runs_begin_with_the_two_best_and_find_the_neighbours_of_the_best() -> None:
+def test_whole_runs_start_with_the_two_best_rates_then_train_the_neighbours_of_the_best() -> None:
     assert following({}) == [(1.0, 0), (0.5, 0)]
     assert following({1.0: [2.0], 0.5: [3.0]}) == [(2.0, 0)]
     assert following({1.0: [3.0], 0.5: [2.0]}) == [(0.25, 0)]
-    assert following({1.0: [3.0], 0.5: [2.0]}, 0.25) == [(0.5, 1), (0.5, 2)]  # 0.25 broke, which is worse
+    assert following({1.0: [3.0], 0.5: [2.0]}, 0.25) == [(0.5, 1), (0.5, 2)]  # 0.25 diverged, so it is worse
     assert following({8.0: [2.0]}) == [(4.0, 0)]
 
 
@@ -138,12 +138,12 @@ def test_close_rates_train_the_other_seeds() -> None:
     far = {1.0: [2.0], 0.5: [2.0301], 2.0: [2.04]}
     assert following(far) == [(1.0, 1), (1.0, 2)]
     assert following({**far, 1.0: [2.0, 2.0, 2.0]}) == []
-    worse = {**far, 1.0: [2.0, 2.2, 2.2]}  # the best turns out worse than one that had been left out
+    worse = {**far, 1.0: [2.0, 2.2, 2.2]}  # the mean of the best is above a rate left out before
     assert following(worse) == [(0.25, 0)]
     assert following({**worse, 0.25: [3.0]}) == [(0.5, 1), (0.5, 2)]
 
 
-def test_if_no_finalist_can_be_chosen_the_next_rate_trains() -> None:
+def test_the_next_rate_trains_if_all_finalists_diverged() -> None:
     assert following({}, 1.0, 0.5) == [(2.0, 0)]
     assert following({}, 1.0, 0.5, 2.0, 0.25, 4.0, 8.0) == []
 
@@ -157,7 +157,7 @@ def chosen(losses: dict[float, Sequence[float]], before: Rung = WIDE) -> LrChoic
     return choice
 
 
-def test_a_side_is_open_without_a_rate_on_it() -> None:
+def test_a_side_is_open_if_no_rate_was_tried_on_it() -> None:
     def side(losses: Any, before: Any = None, lost: str = "") -> str | None:
         last = rung(losses)
         last.trials.extend([outcome(4.0, None, status=lost)] if lost else [])
@@ -167,7 +167,7 @@ def test_a_side_is_open_without_a_rate_on_it() -> None:
     assert side(below | above) is None
     assert side({2.0: [2.0]}) == side(below) == "high"
     assert side(above) == "low"
-    assert side(below, {4.0: [3.0]}) is None, "in any rung"
+    assert side(below, {4.0: [3.0]}) is None, "a rate of any rung closes the side"
     assert side(below, lost="failed") == "high"
     assert side(below, lost="diverged") is None
 
@@ -178,13 +178,13 @@ def test_the_choice_is_the_lowest_mean_with_its_lead_and_its_open_side() -> None
     assert (choice.edge_side, choice.tied) == (None, [])
     assert chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]}, Rung(tokens=1, seeds=[0])).edge_side == "high"
     one = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]})
-    assert (one.seeds, one.tied) == (1, [4.0, 8.0]), "one seed tells no rates apart"
+    assert (one.seeds, one.tied) == (1, [4.0, 8.0]), "one seed cannot separate rates"
     assert chosen({2.0: [3.0]}).lead is None
 
 
 @pytest.mark.parametrize(("count", "student"), [(2, 12.706), (3, 4.303), (10, 2.262), (12, 2.201)])
-def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student: float) -> None:
-    """Differences d - 1 and d + 1 in turn: tied while d <= t x s / sqrt(n), t at n - 1 degrees of freedom."""
+def test_rates_are_tied_if_their_paired_difference_may_be_zero(count: int, student: float) -> None:
+    """Differences d - 1 and d + 1 alternate. Tied: d <= t x s / sqrt(n), t with n - 1 degrees of freedom."""
     signs = [1.0 if k % 2 else -1.0 for k in range(count)]
     mean = sum(signs) / count
     s = math.sqrt(sum((x - mean) ** 2 for x in signs) / (count - 1))
@@ -197,9 +197,9 @@ def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student:
     assert chosen({2.0: mine, 4.0: mine}).tied
 
 
-def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
+def test_rates_are_compared_over_their_common_seeds() -> None:
     choice = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]})
-    assert choice.tied == [4.0]  # within 0.03 of the mean, 8 is not
+    assert choice.tied == [4.0]  # 4.0 is within 0.03 of the best rate, 8.0 is not
     assert choice.lead == pytest.approx(0.02)
 
 

@@ -1,4 +1,4 @@
-"""manifest.json of shards is read as a stranger's: what does not hold together is refused in one line."""
+"""Tests of reading manifest.json as untrusted input: each fault is refused in one line."""
 
 import copy
 import json
@@ -42,22 +42,25 @@ def shard(manifest: dict[str, Any], **changed: Any) -> None:
 
 NO_SHARDS: dict[str, Any] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
 EDITS: dict[str, tuple[Edit, str]] = {
-    "a path upwards": (lambda m: shard(m, file="../private.txt"), "train.shards.0.file"),
-    "a path to the tokenizer": (lambda m: m["tokenizer"].update(file="../private.txt"), "tokenizer.file"),
+    "a path to a parent directory": (lambda m: shard(m, file="../private.txt"), "train.shards.0.file"),
+    "a tokenizer in a parent directory": (
+        lambda m: m["tokenizer"].update(file="../private.txt"),
+        "tokenizer.file",
+    ),
     "more sequences than bytes": (lambda m: shard(m, sequences=10**9), "32000000000"),
-    "a sum that is none": (lambda m: m["train"].update(sequences=10**9), "train: 1000000000 sequences"),
+    "a wrong total": (lambda m: m["train"].update(sequences=10**9), "train: 1000000000 sequences"),
     "no shards": (lambda m: m.update(train=NO_SHARDS), "train"),
-    "a mask beyond": (lambda m: m["special_tokens"].update(mask=64), "special_tokens: 'mask'"),
-    "no mask": (lambda m: m["special_tokens"].pop("mask"), "special_tokens"),
+    "a mask token out of range": (lambda m: m["special_tokens"].update(mask=64), "special_tokens: 'mask'"),
+    "no mask token": (lambda m: m["special_tokens"].pop("mask"), "special_tokens"),
     "only special tokens": (lambda m: m.update(num_special=64), "num_special"),
-    "a build that is none": (lambda m: m.update(build={"dedup": "some"}), "build.dedup"),
+    "an unknown build value": (lambda m: m.update(build={"dedup": "some"}), "build.dedup"),
     "another version": (lambda m: m.update(version=2), "version 2"),
-    "an entropy that is none": (lambda m: m.update(unigram_entropy_nats=float("nan")), "unigram_entropy"),
+    "an entropy of NaN": (lambda m: m.update(unigram_entropy_nats=float("nan")), "unigram_entropy"),
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_what_does_not_hold_together_is_refused_by_every_reader(place: Path, name: str) -> None:
+def test_a_faulty_manifest_is_refused_by_every_reader(place: Path, name: str) -> None:
     edit, field = EDITS[name]
     with edited_manifest(place) as edited:
         edit(edited)
@@ -73,7 +76,7 @@ def test_what_does_not_hold_together_is_refused_by_every_reader(place: Path, nam
     assert refused("data", "inspect", str(place)).splitlines() == [f"error: {line}" for line in lines]
 
 
-def test_the_build_of_a_run_is_that_of_its_shards(place: Path) -> None:
+def test_a_run_takes_its_build_settings_from_its_shards(place: Path) -> None:
     with edited_manifest(place) as edited:
         edited["build"] = {"dedup": "near", "normalize": False, "sequence_length": LENGTH}
     manifest, run = read_manifest(place), config(place)
@@ -86,11 +89,10 @@ def test_the_build_of_a_run_is_that_of_its_shards(place: Path) -> None:
     (line,) = [line for line in manifest.warnings(other) if "data.build" in line]
     assert line == f"data.build.dedup: none has no effect; {place} was built with near"
     facts = CheckpointFacts(**{**FACTS, "step": 1, "config": built.model_dump(mode="json")})
-    assert change_issues(facts, run, "auto") == [], "it goes on by the configuration that it was begun with"
+    assert change_issues(facts, run, "auto") == [], "a resumed run keeps its first configuration"
 
 
-def test_what_holds_together_is_read_by_every_reader(place: Path) -> None:
-    """Links are followed."""
+def test_a_valid_manifest_and_linked_shards_are_read_by_every_reader(place: Path) -> None:
     (place / "train-00000.bin").rename(place / "data")
     (place / "train-00000.bin").symlink_to("data")
     manifest = read_manifest(place)
@@ -110,9 +112,7 @@ MAKE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "train-00000.bin"])
 @pytest.mark.parametrize("what", MAKE)
-def test_what_is_no_file_of_the_directory_is_refused_and_never_waited_for(
-    place: Path, name: str, what: str
-) -> None:
+def test_anything_but_a_regular_file_is_refused_without_waiting(place: Path, name: str, what: str) -> None:
     (place / name).unlink()
     MAKE[what](place / name)
     (issue,) = raised_issues(read_manifest, place)
@@ -134,7 +134,7 @@ JSON = st.recursive(
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of every value in a JSON tree."""
+    """Return the paths of all values in a JSON tree."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [path] * bool(path) + [p for key, value in items for p in places(value, (*path, key))]
 

@@ -1,4 +1,4 @@
-"""What is measured of a machine and of a step: rates, a step taken apart, and whether compiling pays."""
+"""Tests of the machine measurements, the step profile and the choice to compile."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.helpers import TINY_MODEL, make_config
 from tests.tensors import CPU
 
 
-def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_product_counts_two_operations_per_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
 
     def product(x: torch.Tensor, w: torch.Tensor) -> None:
@@ -32,32 +32,32 @@ def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
 )
-def test_the_peak_is_the_best_shapes_in_the_precision_of_the_products(
+def test_the_matmul_peak_is_measured_in_the_dtype_of_the_precision(
     precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[torch.dtype, float]] = []
+    calls: list[tuple[torch.dtype, float]] = []
 
     def flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-        asked.append((dtype, seconds))
+        calls.append((dtype, seconds))
         return 3e9
 
     monkeypatch.setattr(matmul_peak, "matmul_flops", flops)
     monkeypatch.setattr(matmul_peak, "use_all_cores", lambda: None)
     matmul_peak.main(precision, 0.25)
-    told = json.loads(capsys.readouterr().out)
-    assert (told["matmul_flops"], told["precision"]) == (3e9, precision)
-    assert asked == [(dtype, 0.25)]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["matmul_flops"], result["precision"]) == (3e9, precision)
+    assert calls == [(dtype, 0.25)]
 
 
-def test_a_disk_is_measured_by_a_checkpoint_that_it_keeps(
+def test_disk_speed_is_measured_with_a_verified_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both halves count, MB are 1e6 bytes, and nothing is left."""
+    """Both halves of the data count, a MB is 1e6 bytes, and no file remains."""
     clock = iter([10.0, 10.5, 11.0, 11.5, 12.0, 12.5])
     monkeypatch.setattr(disk, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     disk.main(tmp_path, 2**20)
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"bytes": 2**21, "seconds": 0.5, "mb_per_s": 2**21 / 0.5 / 1e6}
+    result = json.loads(capsys.readouterr().out)
+    assert result == {"bytes": 2**21, "seconds": 0.5, "mb_per_s": 2**21 / 0.5 / 1e6}
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(checkpoint, "check", lambda path: "w: other bytes")
     with pytest.raises(RuntimeError, match="w: other bytes"):
@@ -71,7 +71,7 @@ def test_a_disk_is_measured_by_a_checkpoint_that_it_keeps(
 
 
 class Ticks:
-    """A clock on which one second passes between two looks."""
+    """A clock that advances by one second at each reading."""
 
     now = 0.0
 
@@ -83,8 +83,8 @@ class Ticks:
         return end - begin
 
 
-def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
-    """Gradients come one a second once backward has begun."""
+def test_the_profile_of_a_step(shards: Path, tmp_path: Path) -> None:
+    """One gradient becomes ready in each second of the backward pass."""
     config = make_config(
         data={"path": str(shards), "sequence_length": 16},
         model=TINY_MODEL,
@@ -93,11 +93,11 @@ def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
     )
     clock: Any = Ticks()
     with lone_trainer(config, tmp_path) as trainer:
-        told = profile_step.measure(trainer, clock)
+        result = profile_step.measure(trainer, clock)
         count = len(list(trainer.bare_model.parameters()))
-    assert (told["micro_s"], told["backward_s"], told["optimizer_s"]) == (count + 2.0, count + 1.0, 1.0)
-    assert [gradient["ready_s"] for gradient in told["gradients"]] == [*range(1, count + 1)]
-    assert sum(gradient["bytes"] for gradient in told["gradients"]) == 4 * told["parameters"]
+    assert (result["micro_s"], result["backward_s"], result["optimizer_s"]) == (count + 2.0, count + 1.0, 1.0)
+    assert [gradient["ready_s"] for gradient in result["gradients"]] == [*range(1, count + 1)]
+    assert sum(gradient["bytes"] for gradient in result["gradients"]) == 4 * result["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,6 @@ def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
         ("compile='off'", ()),
     ],
 )
-def test_auto_compiles_on_a_gpu(settings: str, compiled: tuple[str, ...]) -> None:
+def test_compile_auto_compiles_only_on_a_gpu(settings: str, compiled: tuple[str, ...]) -> None:
     config = make_config(*settings.split())
     assert tuple(device for device in ("cpu", "cuda") if is_compiled(config, device)) == compiled

@@ -1,4 +1,4 @@
-"""Memory peaks and out-of-memory kills, through fake kernel files."""
+"""Tests of memory peaks and out-of-memory kills, with fake kernel files."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +23,14 @@ V1 = {
     "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
 }
 CONTAINER = {
-    "proc/self/cgroup": "3:memory:/docker/abc\n",  # a path of the host's; ours is mounted at the top
+    "proc/self/cgroup": "3:memory:/docker/abc\n",  # a host path; a container mounts its own group at the top
     "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 5\n",
 }
 NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_kill 6\n"}
 
 
 @pytest.mark.parametrize(("files", "kills"), [(V2, 2), (V1, 4), (CONTAINER, 5), (NO_GROUP, 6), ({}, None)])
-def test_the_nearest_counter_is_read(tmp_path: Path, files: dict, kills: int | None) -> None:
+def test_the_nearest_oom_counter_is_read(tmp_path: Path, files: dict, kills: int | None) -> None:
     counter = oom_kills(write_files(tmp_path, files))
     assert (counter[0] if counter else None) == kills
 
@@ -41,12 +41,12 @@ def test_kills_during_the_run_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "sys/fs/cgroup/user/job/memory.events"
     path.write_text(EVENTS.format(3))
     assert (watch.facts().oom_kills, watch.facts().counter) == (1, str(path))
-    path.unlink()  # now another counter would be read: no difference between two counters
+    path.unlink()  # the next reading would use another counter, so no difference is defined
     assert watch.facts().oom_kills is None
 
 
 class Worker(SimpleNamespace):
-    """As much of psutil.Process as is read."""
+    """A fake psutil.Process with the method that MemoryWatch uses."""
 
     def memory_info(self) -> SimpleNamespace:
         if self.gib is None:
@@ -54,7 +54,7 @@ class Worker(SimpleNamespace):
         return SimpleNamespace(rss=int(self.gib * GIB))
 
 
-def test_the_peak_of_each_rank_is_kept_also_of_one_that_has_gone(
+def test_the_memory_peak_of_each_rank_is_kept_after_the_rank_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 100.0
@@ -63,9 +63,9 @@ def test_the_peak_of_each_rank_is_kept_also_of_one_that_has_gone(
     workers: Any = {0: Worker(gib=1.0), 10: Worker(gib=2.0)}
     watch.sample(workers)
     workers[0].gib = 9.0
-    watch.sample(workers)  # within the second: nothing
+    watch.sample(workers)  # ignored, because less than a second has passed
     assert watch.facts().peaks_gib == {"rank 0": 1.0, "rank 10": 2.0}
     for seconds, gib in ((101.0, 5.0), (102.0, 3.0)):  # noqa: B007 (the clock reads it)
-        workers[0].gib, workers[10].gib = gib, None  # gone
+        workers[0].gib, workers[10].gib = gib, None  # rank 10 has exited
         watch.sample(workers)
     assert watch.facts().peaks_gib == {"rank 0": 5.0, "rank 10": 2.0}

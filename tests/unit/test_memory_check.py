@@ -1,4 +1,4 @@
-"""The memory estimate of a rank beside what it may have: what is refused, and what is warned of."""
+"""Tests of the memory check: which estimates are refused and which only give a warning."""
 
 import dataclasses
 import re
@@ -33,7 +33,7 @@ Dry = Callable[..., tuple[tuple[str, ...], str]]
 
 @pytest.fixture
 def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Dry:
-    """`train --dry-run` of the quickstart on a machine: (issues, output)."""
+    """Return a function that dry-runs the quickstart on a machine and returns (issues, output)."""
 
     def run(
         machine: Environment, *more: str, ranks: int = 2, force: bool = False, device: str = "cpu"
@@ -58,19 +58,18 @@ TOTAL = sum(PARTS.values())
 
 
 def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None:
-    """However many layers it has."""
     state = sum(PARTS[name] for name in train.MEMORY_STATE)
     huge = ("model.num_layers=10000", "model.hidden_size=4096", "model.num_heads=32")
     for gib, settings in ((2 * state * 0.99, ()), (64.0, huge)):
         (issue,), output = dry_run(host(gib), *settings)
         assert "--force" in issue
-        assert "memory  about" in output, "the dry run shows what it refuses"
+        assert "memory  about" in output, "a refused dry run prints the estimate"
 
 
 @pytest.mark.parametrize(
     ("times", "refused", "warned"), [(1.26, 1, 0), (1.24, 0, 1), (1.01, 0, 1), (0.99, 0, 0)]
 )
-def test_the_total_beside_a_share_of_the_host(dry_run: Dry, times: float, refused: int, warned: int) -> None:
+def test_each_rank_may_use_a_share_of_the_host(dry_run: Dry, times: float, refused: int, warned: int) -> None:
     issues, output = dry_run(host(2 * TOTAL / times))
     lines = [line for line in output.splitlines() if line.startswith("warning: batch.micro_size")]
     assert (len(issues), len(lines)) == (refused, warned)
@@ -83,14 +82,14 @@ def test_the_total_beside_a_share_of_the_host(dry_run: Dry, times: float, refuse
         assert sum(rank_memory_gib(smaller, "fp32", 2, on_gpu=False).values()) < TOTAL / times
 
 
-def test_force_makes_it_a_warning(dry_run: Dry) -> None:
+def test_force_turns_the_refusal_into_a_warning(dry_run: Dry) -> None:
     for gib in (1e-6, 2 * TOTAL / 2):
         issues, output = dry_run(host(gib), force=True)
         assert issues == ()
         assert len([line for line in output.splitlines() if line.startswith("warning: ")]) == 1
 
 
-def test_a_gpu_is_judged_by_what_is_free_of_it(dry_run: Dry) -> None:
+def test_the_estimate_is_compared_with_the_free_memory_of_a_gpu(dry_run: Dry) -> None:
     def machine(free: float | None, total: float | None = 100.0) -> Environment:
         gpus = (Gpu(0, "a", total, None, free_gib=free), Gpu(1, "a", total, None, free_gib=100.0))
         return dataclasses.replace(host(1e-6), gpus=gpus)
@@ -99,4 +98,6 @@ def test_a_gpu_is_judged_by_what_is_free_of_it(dry_run: Dry) -> None:
     issues, _ = dry_run(machine(0.01), device="cuda")
     assert "of GPU 0" in issues[0] or "a rank has 0.0 GiB" in issues[0]
     assert dry_run(machine(0.01), device="cuda", ranks=1)[0]
-    assert dry_run(machine(None, None), device="cuda", ranks=1)[0] == (), "not known: nothing is said"
+    assert dry_run(machine(None, None), device="cuda", ranks=1)[0] == (), (
+        "unknown GPU memory gives no warning"
+    )

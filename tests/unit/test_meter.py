@@ -1,4 +1,4 @@
-"""A line of metrics.jsonl: rates, MFU, memory and loss of unequal ranks, by a clock that we move."""
+"""Tests of the lines of metrics.jsonl: rates, MFU, memory and loss of unequal ranks, with a fake clock."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.ranks import OneOf
 from tests.tensors import CPU
 
 LAYOUT = BatchLayout(world_size=4, tensor=2, dp=2, micro_size=2, grad_accum_steps=3, global_size=12)
-LENGTH, FLOPS, PEAK = 8, 1e6, 4e8  # tokens of a sequence, FLOPs of a token, FLOP/s of a rank
-WAIT, PASSES, UPDATE = 0.125, 0.5, 0.25  # seconds of a step
-OWN = 0.375  # of PASSES
+LENGTH, FLOPS, PEAK = 8, 1e6, 4e8  # tokens per sequence, FLOPs per token, FLOP/s per rank
+WAIT, PASSES, UPDATE = 0.125, 0.5, 0.25  # seconds per step
+OWN = 0.375  # seconds of PASSES before the reduction
 STEP = WAIT + PASSES + UPDATE
 OWN_GIB = 1.0
 
 
 def four_ranks(own: list[float]) -> list[list[float]]:
-    """This rank is the first of four. The second holds the rest of this replica's tensors, and as much loss;
-    the third and fourth are the other replica. The second takes most memory, the last most time."""
+    """Return the values of four ranks. Ranks 0 (this rank) and 1 form a replica with one loss, ranks 2 and 3
+    the other. Rank 1 uses the most memory, rank 3 the most time."""
     loss, gib, *seconds = own
     losses, more_gib = (loss, loss, loss + 2, loss + 2), (0, 3, 1, -0.5)
     return [
@@ -36,7 +36,7 @@ def four_ranks(own: list[float]) -> list[list[float]]:
 
 
 class Run:
-    """A meter, and the clock that it reads."""
+    """A meter and the clock that it reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, peak: float | None = PEAK):
         self.now = 1000.0
@@ -79,9 +79,9 @@ class Run:
         return SimpleNamespace(**self.meter.flush(state, epoch=0, progress=0.2, elapsed_s=self.now))
 
 
-def test_rates_count_all_ranks_or_one_gpu_and_mfu_one_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_summed_over_ranks_and_mfu_is_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
-    early = run.meter.total_rates()  # of a run that is stopped before it has made a step
+    early = run.meter.total_rates()  # rates of a run stopped before its first step
     for _ in range(3):
         run.step()
     line = run.line()
@@ -94,7 +94,7 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_one_peak(monkeypatch: pytest.M
     assert line.tokens_per_s == pytest.approx(tokens_per_s)
     assert line.tokens_per_s_per_gpu == pytest.approx(tokens_per_s / 4)
     assert line.mfu == pytest.approx(tokens_per_s / 4 * FLOPS / PEAK)
-    assert line.global_steps_per_s == pytest.approx(3 * 2 / STEP)  # micro batches, of two replicas
+    assert line.global_steps_per_s == pytest.approx(3 * 2 / STEP)  # micro batches of both replicas
     assert (line.data_wait_s, line.forward_backward_s, line.optimizer_s) == (WAIT, PASSES, UPDATE)
     assert (line.world_size, line.micro_batch, line.accumulation, line.grad_norm) == (4, 2, 3, 1.5)
     assert run.meter.measured == {"grad_norm": 1.5}
@@ -108,23 +108,23 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_one_peak(monkeypatch: pytest.M
     assert unknown.line().mfu is None
 
 
-def test_losses_of_replicas_are_summed_and_memory_is_the_greatest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_replicas_are_summed_and_memory_is_the_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.step(loss=9.0)
     run.step(loss=0.5)
     line = run.line()
-    assert line.loss == 0.5 + 2.5  # of the last step
+    assert line.loss == 0.5 + 2.5  # the losses of the last step
     assert line.peak_memory_gib == OWN_GIB + 3
-    assert run.meter.steps["peak_memory_gib"] == OWN_GIB, "each rank has a file of its own"
+    assert run.meter.steps["peak_memory_gib"] == OWN_GIB, "each rank records its own peak"
     assert run.meter.steps["step_s"] == [STEP] * 2
     assert run.meter.steps["data_wait_s"] == [WAIT] * 2
 
 
-def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host's clock too; each rank has a line of its own steps. All lines are summed."""
+def test_step_time_excludes_evaluation_and_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host time excludes them too. Each rank records its own steps, and the totals sum all lines."""
     run = Run(monkeypatch)
     monkeypatch.setattr(metrics, "alloc_retries", lambda device: 2)
-    for times in (1, 2):  # between steps, after a line, and twice in a row
+    for times in (1, 2):  # pauses between steps, after a line, and twice in a row
         run.step()
         run.pause(100.0)
         run.step()
@@ -146,11 +146,11 @@ def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
 
 
 class Event:
-    """A CUDA event: the device's clock, in milliseconds."""
+    """A fake CUDA event on a device clock in milliseconds."""
 
     now = 0.0
     behind = 0.0
-    """By which the device is later than what was enqueued."""
+    """Milliseconds by which the device lags behind the enqueued work."""
 
     def __init__(self, enable_timing: bool):
         assert enable_timing
@@ -165,7 +165,7 @@ class Event:
         return self.at <= Event.now - Event.behind
 
 
-def test_a_gpus_timers_read_its_own_clock_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_timers_read_the_device_clock_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     host = itertools.count()
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: float(next(host))))
@@ -179,18 +179,18 @@ def test_a_gpus_timers_read_its_own_clock_in_seconds(monkeypatch: pytest.MonkeyP
         timers.end_step()
     drained = timers.drain()
     assert (drained["optimizer"], drained["step"]) == ([0.25] * 2, [0.75] * 2)
-    # the second time the device lags, and the host may have waited for room in its queue
+    # in the second step the device lags, so the host may have waited for its full queue
     assert drained["host"] == [1.0, 0.0]
 
 
-def test_a_wait_that_a_gpu_hides_is_no_wait() -> None:
-    """The host waits for data while the device still computes: only what is left of the step counts."""
+def test_a_data_wait_hidden_by_gpu_work_does_not_count() -> None:
+    """The host waits while the device computes, so a wait counts only up to the device's idle time."""
     phases = {"step": [1.0] * 3, "forward_backward": [0.5, 0.9, 0.95], "optimizer": [0.1] * 3}
     assert metrics.exposed_waits([0.3] * 3, phases) == pytest.approx([0.3, 0.0, 0.0])
 
 
 class Counting(nn.Module):
-    """What torch's DDP counts of itself: nanoseconds, and bytes as text."""
+    """A model with DDP's logging data: times in nanoseconds and bucket sizes as text."""
 
     def __init__(self, **facts: Any):
         super().__init__()
@@ -200,17 +200,17 @@ class Counting(nn.Module):
         return self._facts
 
 
-def test_what_ddp_counts_of_itself_is_read_in_seconds_and_of_other_models_nothing() -> None:
-    """Communication that no backward pass covered, and the buckets that DDP settled on."""
-    told: list[int] = []
+def test_ddp_communication_and_bucket_sizes_are_read_and_absent_for_other_models() -> None:
+    """Exposed communication is not covered by the backward pass. Rebuilt bucket sizes take precedence."""
+    sampled: list[int] = []
     model = Counting(backward_comm_time=5_000_000, backward_compute_comm_overlap_time=3_000_000)
-    model._set_ddp_runtime_logging_sample_rate = told.append
+    model._set_ddp_runtime_logging_sample_rate = sampled.append
     metrics.sample_communication(model, 7)
     metrics.sample_communication(nn.Linear(1, 1), 7)
-    assert told == [7]
+    assert sampled == [7]
     assert metrics.exposed_communication_s(model) == pytest.approx(0.002)
-    for untold in (Counting(backward_comm_time=5_000_000), nn.Linear(1, 1)):
-        assert metrics.exposed_communication_s(untold) is None
+    for unmeasured in (Counting(backward_comm_time=5_000_000), nn.Linear(1, 1)):
+        assert metrics.exposed_communication_s(unmeasured) is None
     assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="400, 500")) == [400, 500]
     assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="")) == [900]
     assert metrics.bucket_bytes(nn.Linear(1, 1)) == []
@@ -219,9 +219,9 @@ def test_what_ddp_counts_of_itself_is_read_in_seconds_and_of_other_models_nothin
 @pytest.mark.parametrize(
     ("own_s", "steps", "ratio", "seconds_per_step"),
     [
-        ([1.0, 5.0, 2.0, 3.0], 20, 2.5, 0.15),  # against the median of the others
-        ([10.0, 10.0 * STRAGGLER_RATIO], 1000, STRAGGLER_RATIO, None),  # even enough
-        ([1.0, 3.0], STRAGGLER_STEPS - 1, 3.0, None),  # over a few steps nobody is named
+        ([1.0, 5.0, 2.0, 3.0], 20, 2.5, 0.15),  # compared with the median of the others
+        ([10.0, 10.0 * STRAGGLER_RATIO], 1000, STRAGGLER_RATIO, None),  # not above the limit
+        ([1.0, 3.0], STRAGGLER_STEPS - 1, 3.0, None),  # too few steps to name a straggler
         ([1.0, 3.0], STRAGGLER_STEPS, 3.0, 0.2),
         ([4.0], 100, None, None),  # nothing to compare with
         ([0.0, 0.0], 0, None, None),
@@ -229,7 +229,7 @@ def test_what_ddp_counts_of_itself_is_read_in_seconds_and_of_other_models_nothin
         ([], 5, None, None),
     ],
 )
-def test_the_slowest_beside_the_others(
+def test_the_slowest_rank_is_compared_with_the_others(
     own_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
 ) -> None:
     slowest = {"rank": 1, "ratio": ratio, "seconds_per_step": seconds_per_step}

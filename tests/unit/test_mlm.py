@@ -1,4 +1,4 @@
-"""Pretraining as a task: what is masked where, and the micro batches of any step as documented."""
+"""Tests of the pretraining task: masking, and micro batches that follow the documented algorithm."""
 
 import json
 import math
@@ -28,10 +28,10 @@ from tests.tensors import CPU
 
 
 @pytest.mark.parametrize(("mask_rate", "sequences"), [(0.15, 20), (0.5, 20), (0.5, 6)])
-def test_held_out_text_is_masked_alike_whatever_the_training_rate(
+def test_held_out_text_is_masked_at_15_percent_for_any_training_mask_rate(
     shards: Path, tmp_path: Path, mask_rate: float, sequences: int
 ) -> None:
-    """20 sequences of 16 tokens or as many as asked for, of which round(0.15 x 16) = 2 tokens are masked."""
+    """In each sequence of 16 tokens, round(0.15 x 16) = 2 are masked."""
     config = tiny_run(shards, objective={"mask_rate": mask_rate}, eval={"max_sequences": sequences})
     masked: list[int] = []
     with lone_trainer(config, tmp_path) as trainer:
@@ -50,7 +50,7 @@ def test_held_out_text_is_masked_alike_whatever_the_training_rate(
 
 
 def test_without_held_out_text_there_is_no_held_out_loss(tmp_path: Path) -> None:
-    """As data.build.held_out_fraction: 0 asks for."""
+    """Shards built with data.build.held_out_fraction: 0 have no held-out text."""
     directory = write_shards(tmp_path / "shards", held_out=1)
     with edited_manifest(directory) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
@@ -61,7 +61,7 @@ def test_without_held_out_text_there_is_no_held_out_loss(tmp_path: Path) -> None
         assert trainer.stream.next().sample_ids.tolist() == [0, 1, 2, 3]
 
 
-def test_a_replica_reads_its_part_in_as_many_threads_as_asked(shards: Path) -> None:
+def test_a_replica_reads_its_part_with_the_configured_number_of_threads(shards: Path) -> None:
     config = tiny_run(shards, data={"workers": 1}, batch={"micro_size": 4, "global_size": 8})
     task = tasks.make_task(config, CPU)
     facts = task.open_data()
@@ -75,8 +75,8 @@ def test_a_replica_reads_its_part_in_as_many_threads_as_asked(shards: Path) -> N
 
 
 def by_sequence(model: nn.Module, batches: Sequence[MlmBatch]) -> tuple[list[float], list[float]]:
-    """Of each held-out sequence the mean cross entropy of its two masked tokens, and the share of them
-    that is guessed, by the definition."""
+    """Return the mean cross entropy of each held-out sequence's two masked tokens, and the share of them that
+    is predicted correctly, computed from the definitions."""
     losses, hits = [], []
     for batch in batches:
         with torch.no_grad():
@@ -90,7 +90,7 @@ def by_sequence(model: nn.Module, batches: Sequence[MlmBatch]) -> tuple[list[flo
     return losses, hits
 
 
-TRAIN, LENGTH, VOCAB, NUM_SPECIAL = 96, 16, 64, 7  # as write_shards makes them
+TRAIN, LENGTH, VOCAB, NUM_SPECIAL = 96, 16, 64, 7  # the defaults of write_shards
 ALL_64 = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -120,7 +120,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 def mask(row: list[int], key: int, count: int) -> tuple[list[int], list[int]]:
-    """(the row as the model sees it, the predicted positions in order)."""
+    """Return the masked row and the predicted positions in order."""
     draw = [mix64((key + (s + 1) * GOLDEN) & ALL_64) for s in range(len(row))]
     chosen = sorted(range(len(row)), key=lambda s: draw[s])[:count]
     tenth, seen = int(count / 10 + 0.5), list(row)
@@ -147,8 +147,8 @@ def samples_of(given: Any, step: int) -> list[int]:
 
 
 @pytest.mark.parametrize("step", [1, 9, 10])
-def test_the_micro_batches_of_a_step_are_the_documented_ones(shards: Path, step: int) -> None:
-    """Across the end of the first epoch, too: step 9 begins the second."""
+def test_the_micro_batches_of_a_step_equal_the_documented_ones(shards: Path, step: int) -> None:
+    """Step 9 begins the second epoch."""
     rows, count = tokens(shards, "train"), 8
     drawn = list(bert_dp.batches(config_of(shards), step))
     assert [len(batch.sample_ids) for batch in drawn] == [4, 4, 4]
@@ -168,7 +168,7 @@ def test_the_micro_batches_of_a_step_are_the_documented_ones(shards: Path, step:
             sample += 1
 
 
-def test_the_held_out_masks_are_the_documented_ones(shards: Path) -> None:
+def test_the_held_out_masks_equal_the_documented_ones(shards: Path) -> None:
     rows = tokens(shards, "held_out")
     split = Shards(shards, read_manifest(shards), "held_out")
     (batch,) = held_out_batches(split, micro_size=20, num_masked=10, max_sequences=20, dp_rank=0, dp_size=1)
@@ -184,9 +184,9 @@ RAMP = {"global_size": 12, "micro_size": 2, "ramp_fraction": 0.5, "ramp_quantum"
 @pytest.mark.parametrize(
     ("sections", "sizes"),
     [
-        # 4 sequences below f = 1/6, 8 below 1/3, and f = 0, 0.1, 0.2 ...
+        # 4 sequences below progress f = 1/6, 8 below f = 1/3; the steps have f = 0, 0.1, 0.2 ...
         ({"schedule": {"steps": 10}, "batch": RAMP}, [4, 4, 8, 8, 12, 12, 12, 12, 12, 12]),
-        # after 11 and 22 of the 66 sequences of the budget
+        # the batch grows after 11 and 22 of the 66 sequences of the budget
         ({"schedule": {"tokens": 66 * LENGTH}, "batch": RAMP}, [4, 4, 4, 8, 8, 12, 12, 12, 12]),
         ({"schedule": {"epochs": 0.5}}, [12, 12, 12, 12]),
         ({"schedule": {"tokens": 13 * LENGTH}}, [12, 12]),
@@ -212,21 +212,20 @@ def run_of(folder: Path, config: Config) -> Path:
 
 
 @pytest.mark.parametrize("schedule", [{"hours": 1.0}, {"kwh": 1.0}, {"steps": 400}])
-def test_a_ramp_follows_the_lines_of_the_run(tmp_path: Path, shards: Path, schedule: dict[str, Any]) -> None:
-    """Under hours these alone know; and a budget may have been made longer since."""
+def test_a_ramp_follows_the_logged_batches(tmp_path: Path, shards: Path, schedule: dict[str, Any]) -> None:
+    """A time budget does not define the ramp in advance, and a later start may have raised the budget."""
     run = run_of(tmp_path / "run", config_of(shards, schedule=schedule, batch=RAMP))
     assert samples_of(run, 2) == list(range(4, 12))
     assert samples_of(str(run), 4) == list(range(20, 32))
 
 
-def test_a_constant_batch_of_hours_needs_no_line(tmp_path: Path, shards: Path) -> None:
-    """Read from a file, too."""
+def test_a_constant_batch_in_a_time_budget_needs_no_metrics(tmp_path: Path, shards: Path) -> None:
     config = config_of(shards, schedule={"hours": 1.0})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert samples_of(tmp_path / "mine.yaml", 1000) == list(range(11_988, 12_000))
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path: Path, shards: Path) -> None:
+def test_batches_that_cannot_be_drawn_are_refused(tmp_path: Path, shards: Path) -> None:
     config = config_of(shards)
     hours = run_of(tmp_path / "hours", config_of(shards, schedule={"hours": 1.0}, batch=RAMP))
     kwh = run_of(tmp_path / "kwh", config_of(shards, schedule={"kwh": 1.0}, batch=RAMP))

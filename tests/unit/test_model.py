@@ -1,5 +1,5 @@
-"""The model against restatements of its sources, the contracts that engines rely on, products by oneDNN, the
-gradient of looked-up rows, and dropout by place."""
+"""Tests of the model against restatements of its sources, of its initial weights and precision, of oneDNN
+products, row gradients and dropout."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ MODERN = {"position": "rope", "norm_bias": False, "first_attention_norm": False,
 
 
 def make_case(batch: int = 3, length: int = 16, vocab: int = 100, seed: int = 7) -> Case:
-    """A micro batch with a quarter of every sequence predicted."""
+    """Return a micro batch with a quarter of each sequence predicted."""
     generator = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(vocab, (batch, length), generator=generator)
     rows = [torch.randperm(length, generator=generator)[: length // 4].sort().values for _ in range(batch)]
@@ -36,12 +36,12 @@ def make_case(batch: int = 3, length: int = 16, vocab: int = 100, seed: int = 7)
 
 
 def make_model(**changes) -> CrammedBert:
-    """As it begins, for 16 positions."""
+    """Return a freshly initialised model for 16 positions."""
     return build_model(ModelConfig(**(SMALL | changes)), 16, seed=1)
 
 
 def random_model(**changes) -> CrammedBert:
-    """With weights that show every term."""
+    """Return a model whose random weights make every term matter."""
     model = make_model(**changes)
     randomise(model, 0.15, seed=3)
     return model
@@ -51,8 +51,8 @@ def gradients(loss: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-# The recipe, restated from its description (arXiv 2212.14034 and JonasGeiping/cramming): sequence first, one
-# explicit matrix product after another, in the order they are written there.
+# The recipe restated from its description (arXiv 2212.14034 and JonasGeiping/cramming): sequence first, with
+# explicit matrix products in the order of the description.
 
 
 def restated_norm(x: Tensor, weights: dict[str, Tensor], name: str, eps: float) -> Tensor:
@@ -75,7 +75,7 @@ def restated_attention(x_SBH: Tensor, Wqkv: Tensor, Wo: Tensor, heads: int) -> T
 
 
 def restated_loss(w: dict[str, Tensor], case: Case, *, layers: int, heads: int) -> Tensor:
-    """Summed cross entropy at the predicted positions, of the crammed variant."""
+    """Return the crammed variant's cross entropy, summed over the predicted positions."""
     ids_BS, positions_P, labels_P = case
     length = ids_BS.shape[1]
     embedding_VH = w["model.embeddings.tok_embeddings.weight"]
@@ -107,9 +107,9 @@ def restated_loss(w: dict[str, Tensor], case: Case, *, layers: int, heads: int) 
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_the_crammed_variant_is_the_published_recipe(dtype, tolerance):
+def test_the_crammed_variant_equals_the_published_recipe(dtype, tolerance):
     model = random_model()
-    # not rounded to fp32 on the way
+    # the table must not be rounded to fp32 first
     model.model.embeddings.sinusoids_SH.data = sinusoidal_table(16, 48).to(dtype)
     model = model.to(dtype)
     case = make_case()
@@ -140,7 +140,9 @@ OPTIONS = {
 def test_every_parameter_of_every_variant_learns(options):
     model = make_model(**options)
     names = [name for name, _ in model.named_parameters()]
-    assert not [name for name in names if "k_bias" in name or name.endswith("Wqkv.bias")], "a dead parameter"
+    assert not [name for name in names if "k_bias" in name or name.endswith("Wqkv.bias")], (
+        "a parameter without effect"
+    )
     model(*make_case()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -151,8 +153,8 @@ def test_every_parameter_of_every_variant_learns(options):
 KEYS = torch.tensor([[3, 4, 5], [6, 7, 8]], dtype=torch.int32)
 
 
-def test_every_dropout_acts_and_no_two_alike():
-    """Neither two layers, nor two dropouts of one layer, nor two heads; of three layers with four heads."""
+def test_every_dropout_acts_and_no_two_masks_are_equal():
+    """Masks differ between the 3 layers, between the dropouts of a layer, and between the 4 heads."""
     model = make_model(dropout=0.5, attention_dropout=0.5).train()
     places = [module for module in model.modules() if isinstance(module, KeyedDropout)]
     masks = []
@@ -173,8 +175,8 @@ def test_every_dropout_acts_and_no_two_alike():
     assert len(losses) == 2 * len(places)
 
 
-def test_attention_that_is_written_out_is_that_of_torch():
-    """With a probability so small that nothing is dropped, and padding."""
+def test_explicit_attention_equals_torchs_kernel():
+    """The dropout probability is so small that nothing is dropped, and the batch has padding."""
     model = make_model(attention_dropout=1e-9)
     case, real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
     written = model.train()(*case, real_BS, KEYS[0])
@@ -182,7 +184,7 @@ def test_attention_that_is_written_out_is_that_of_torch():
 
 
 def test_attention_in_bf16_on_a_cpu_rounds_as_torchs_kernel_does(monkeypatch):
-    """It is written out there, for its speed."""
+    """bf16 attention on a CPU is computed explicitly, because torch's kernel is slow."""
     model = random_model()
     (ids_BS, _, _), real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
     wanted = model.double().model(ids_BS, real_BS)
@@ -223,7 +225,7 @@ def test_initial_weights_are_a_pure_function_of_the_seed(options):
     assert not any(torch.equal(first[name], other[name]) for name in random)
 
 
-def test_initial_weights_have_the_published_spread():
+def test_initial_weights_have_the_published_standard_deviation():
     assert make_model().model.embeddings.position_scale.item() == pytest.approx(48**-0.5)
     config = ModelConfig(**{**SMALL, **OPTIONS["bert"], "hidden_size": 96, "vocab_size": 2000})
     model = build_model(config, 128, seed=1)
@@ -238,7 +240,7 @@ def test_initial_weights_have_the_published_spread():
 
 
 def shapes_and_dtypes(forward: Callable[[], object], *modules: nn.Module) -> list[Any]:
-    """Shape and dtype of the first input of each module in one pass."""
+    """Return the shape and dtype of the first input of each module in one pass."""
     seen: list[Any] = []
     hooks = [
         module.register_forward_pre_hook(lambda _, args: seen.append((tuple(args[0].shape), args[0].dtype)))
@@ -251,8 +253,8 @@ def shapes_and_dtypes(forward: Callable[[], object], *modules: nn.Module) -> lis
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_the_final_norm_sees_the_predicted_positions_alone(options):
-    """In training; whoever asks for hidden states gets them normed, at every position, and both agree."""
+def test_the_final_norm_is_applied_to_predicted_positions_only(options):
+    """model.model() normalises hidden states at every position, and both results agree."""
     model = random_model(**options)
     ids_BS, positions_P, labels_P = make_case()
     norm = model.model.final_norm
@@ -275,7 +277,7 @@ def test_the_final_norm_sees_the_predicted_positions_alone(options):
         ("full", torch.bfloat16, torch.float32),
     ],
 )
-def test_the_residual_stream_is_in_bf16_only_under_autocast_to_it(options, residual, autocast, wanted):
+def test_the_residual_stream_is_in_bf16_only_under_bf16_autocast(options, residual, autocast, wanted):
     model = random_model(**options, residual_dtype=residual)
     case = make_case()
 
@@ -288,7 +290,7 @@ def test_the_residual_stream_is_in_bf16_only_under_autocast_to_it(options, resid
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     if wanted is torch.float32:
         plain = random_model(**options)
-        assert model(*case).item() == plain(*case).item(), "without autocast the setting changes no bit"
+        assert model(*case).item() == plain(*case).item(), "without bf16 autocast the setting has no effect"
 
 
 needs_onednn = pytest.mark.skipif(
@@ -300,7 +302,7 @@ needs_onednn = pytest.mark.skipif(
 
 
 def with_gradients(linear: object, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output [B, S, N] and the gradients of x [B, S, K], weight [N, K] and bias [N]."""
+    """Return the output [B, S, N] and the gradients of x [B, S, K], weight [N, K] and bias [N]."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     out = linear(*leaves)  # type: ignore[operator]
     out.square().sum().backward()
@@ -310,7 +312,7 @@ def with_gradients(linear: object, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 @needs_onednn
 @pytest.mark.parametrize("by_onednn", [True, False])
 @pytest.mark.parametrize("way", ["eager", "compiled", "no gradient", "inference"])
-def test_product_and_gradients_are_those_of_linear(
+def test_product_and_gradients_equal_torchs_linear(
     by_onednn: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "USES_ONEDNN", by_onednn)
@@ -326,8 +328,8 @@ def test_product_and_gradients_are_those_of_linear(
 
 
 @needs_onednn
-def test_what_is_exported_has_torchs_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operator of ours stands in a file for other programs."""
+def test_an_exported_model_uses_torchs_linear_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs do not know bert-dp's operator."""
     monkeypatch.setattr(kernels, "USES_ONEDNN", True)
     with torch.no_grad():
         program = torch.export.export(kernels.Linear(24, 40), (torch.randn(5, 24),))
@@ -342,7 +344,7 @@ ROWS, HIDDEN = 11, 6
 
 
 def row_case(dtype: torch.dtype, *, foreign: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Row 4 is looked up most, row 0 and the last once each, row 7 never; four places are foreign."""
+    """Return lookups in which row 4 is most frequent and row 7 missing; `foreign` ignores 4 of them."""
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.tensor([[4, 4, 1, 4, 10, 2], [2, 4, 0, 4, 4, 9]])
     grad_BSH = torch.randn(2, 6, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
@@ -360,10 +362,10 @@ def by_one_hot_vectors(
     return grad_VH.double() + torch.einsum("bsv,bsh->vh", one_hot_BSV, grad_BSH.double())
 
 
-@pytest.mark.parametrize("foreign", [False, True], ids=["own", "some foreign"])
+@pytest.mark.parametrize("foreign", [False, True], ids=["own rows", "some foreign rows"])
 @pytest.mark.parametrize("add", [kernels.add_by_index, kernels.add_dense])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_every_place_of_a_row_counts_in_place(add, dtype: torch.dtype, foreign: bool) -> None:
+def test_row_gradients_are_summed_in_place(add, dtype: torch.dtype, foreign: bool) -> None:
     grad_VH, ids_BS, grad_BSH, foreign_BS = row_case(dtype, foreign=foreign)
     expected = by_one_hot_vectors(grad_VH, ids_BS, grad_BSH, foreign_BS)
     kept = grad_BSH.clone()
@@ -375,7 +377,7 @@ def test_every_place_of_a_row_counts_in_place(add, dtype: torch.dtype, foreign: 
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_selects_the_row_gradient_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     for name in ("add_by_index", "add_dense"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name: called.append(name))
@@ -393,17 +395,17 @@ FOUR_KEYS = torch.tensor([5, -7, 2**31 - 1, 0], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5])
-def test_as_many_are_dropped_as_the_probability_says(p: float) -> None:
+def test_the_dropped_share_equals_the_probability(p: float) -> None:
     out = dropped(FOUR_KEYS, 256, 512, p)
     assert out.shape == (4, 256, 512)
     each = out.flatten(1).double().mean(1)
     assert (each - p).abs().max() < 5 * (p * (1 - p) / (256 * 512)) ** 0.5
-    for mean in (out.double().mean(1), out.double().mean(2)):  # no row or column is special
+    for mean in (out.double().mean(1), out.double().mean(2)):  # the share is the same in each row and column
         assert (mean - p).abs().max() < 6 * (p * (1 - p) / 256) ** 0.5
 
 
 def test_neighbours_are_independent() -> None:
-    """Of pairs at any short distance along rows, columns, keys and places, p^2 are dropped together."""
+    """Pairs at short distances along rows, columns, keys and sites are dropped together at a rate of p^2."""
     p = 0.5
     out = torch.stack([dropped(fold_in(FOUR_KEYS, place), 128, 128, p) for place in range(4)])
     for axis in range(out.dim()):
@@ -413,7 +415,7 @@ def test_neighbours_are_independent() -> None:
             assert abs(both.mean() - p * p) < 6 * (p * p * (1 - p * p) / both.numel()) ** 0.5, axis
 
 
-def test_a_cut_of_the_grid_drops_the_same_and_so_do_many_places_at_once() -> None:
+def test_masks_do_not_depend_on_the_grid_size_or_the_number_of_sites() -> None:
     whole = dropped(FOUR_KEYS, 100, 70, 0.1)
     assert torch.equal(dropped(FOUR_KEYS, 30, 20, 0.1), whole[:, :30, :20])
     assert torch.equal(dropped(FOUR_KEYS[2:], 100, 70, 0.1), whole[2:])
@@ -424,7 +426,7 @@ def test_a_cut_of_the_grid_drops_the_same_and_so_do_many_places_at_once() -> Non
 
 
 def test_a_model_without_dropout_computes_nothing_for_its_keys() -> None:
-    """Small operations of every layer keep a GPU waiting for its host."""
+    """Small operations in every layer would make a GPU wait for its host."""
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -446,7 +448,7 @@ def test_a_model_without_dropout_computes_nothing_for_its_keys() -> None:
     assert not any("scalar_tensor" in call or "_to_copy" in call for call in calls_of("0.1", FOUR_KEYS))
 
 
-def test_what_is_kept_is_scaled_and_evaluation_drops_nothing() -> None:
+def test_dropout_scales_kept_values_and_is_off_in_evaluation() -> None:
     layer, x = KeyedDropout(0.25, site=3), torch.ones(4, 8, 8, dtype=torch.float64)
     out = layer(x, FOUR_KEYS)
     assert set(out.unique().tolist()) == {0.0, 1 / 0.75}

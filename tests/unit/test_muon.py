@@ -1,4 +1,4 @@
-"""Muon against a rule written through singular values, torch's AdamW, and an engine's contract."""
+"""Tests of Muon against a rule written with singular values, and against torch's AdamW."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take
 
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
 MATRICES = ("wide", "tall", "square")
-REST = ("embedding", "norm", "bias")  # the first with decay
+REST = ("embedding", "norm", "bias")  # only the embedding decays
 
 
 def make_muon(*groups: dict[str, Any], lr: float = 0.0) -> Muon:
@@ -42,9 +42,9 @@ def muon_of_all(parameters: dict[str, nn.Parameter]) -> Muon:
 
 
 def through_singular_values(matrix: np.ndarray) -> np.ndarray:
-    """What five Newton-Schulz steps do to a matrix: an odd polynomial, five times, of each singular value.
+    """Return a matrix after five Newton-Schulz steps: an odd polynomial of each singular value, five times.
 
-    The coefficients are those of kellerjordan.github.io/posts/muon.
+    The coefficients are from kellerjordan.github.io/posts/muon.
     """
     u, s, vt = np.linalg.svd(matrix, full_matrices=False)
     s = s / np.sqrt((s**2).sum())
@@ -54,7 +54,7 @@ def through_singular_values(matrix: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(5, 17), (17, 5), (9, 9), (1, 6), (6, 1)])
-def test_orthogonalize_moves_the_singular_values_alone(shape: tuple[int, int]) -> None:
+def test_orthogonalize_changes_only_the_singular_values(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for scale in (1.0, 1e-3, 1e4):
         out = orthogonalize(scale * matrix)
@@ -67,7 +67,7 @@ def test_orthogonalize_moves_the_singular_values_alone(shape: tuple[int, int]) -
 
 
 class Watched(TorchDispatchMode):
-    """The precision that each product of matrices is allowed."""
+    """A recorder of the precision allowed for each matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("models", ["high", "highest"])
-def test_products_are_in_fp32_where_the_models_may_be_in_tf32(models: str) -> None:
+def test_products_are_in_fp32_even_if_the_model_uses_tf32(models: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(models)
     try:
@@ -89,14 +89,14 @@ def test_products_are_in_fp32_where_the_models_may_be_in_tf32(models: str) -> No
             assert torch.get_float32_matmul_precision() == models
             with pytest.raises(IndexError):
                 orthogonalize(torch.ones(3))
-        assert torch.get_float32_matmul_precision() == models, "also after an error"
+        assert torch.get_float32_matmul_precision() == models, "the precision is restored after an error"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert watched.allowed == ["highest"] * 15  # three products, five times
+    assert watched.allowed == ["highest"] * 15  # five iterations of three products
 
 
-def test_ten_steps_are_the_rule_written_by_hand() -> None:
-    """buffer <- mu buffer + (1 - mu) g; the direction looks ahead by another step of it (Nesterov)."""
+def test_ten_steps_equal_the_rule_written_by_hand() -> None:
+    """buffer <- mu buffer + (1 - mu) g; the direction of the update applies this once more (Nesterov)."""
     parameters = parameters_of(random_tensors(0, 0.02))
     optimizer = muon_of_all(parameters)
     weights = {name: parameters[name].detach().numpy().copy() for name in MATRICES}
@@ -119,12 +119,12 @@ def test_ten_steps_are_the_rule_written_by_hand() -> None:
             buffer = optimizer.state[parameters[name]]["momentum_buffer"].numpy()
             np.testing.assert_allclose(buffer, buffers[name], rtol=1e-12, atol=1e-15)
     for name, w in weights.items():
-        assert np.linalg.norm(w - start[name]) > np.linalg.norm(start[name])  # far beyond the tolerance
+        assert np.linalg.norm(w - start[name]) > np.linalg.norm(start[name])  # far more than the tolerance
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_fused_matrices_are_orthogonalised_each_for_itself(dim: int) -> None:
-    """One parameter of three matrices moves as three parameters do, beside others of the same shape."""
+def test_fused_matrices_are_orthogonalised_separately(dim: int) -> None:
+    """A parameter of three fused matrices moves like three parameters, even next to one of their shape."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn((6, 6), generator=generator, dtype=torch.float64) for _ in range(3)]
     grads = [torch.randn((6, 6), generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -143,7 +143,7 @@ def test_fused_matrices_are_orthogonalised_each_for_itself(dim: int) -> None:
     torch.testing.assert_close(fused["other"], apart["0"], rtol=1e-12, atol=1e-12)
 
 
-def test_a_large_batch_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_the_batch_of_matrices_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for elements in (2**25, 70):
         monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
@@ -155,7 +155,7 @@ def test_a_large_batch_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
+def test_other_parameters_equal_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
     start = random_tensors(0, 0.02, dtype)
     ours, theirs = parameters_of(start), parameters_of({name: start[name] for name in REST})
     own = muon_of_all(ours)
@@ -211,7 +211,7 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     ("device", "precision", "wanted"),
     [("cuda", "bf16", torch.bfloat16), ("cuda", "fp32", None), ("cpu", "bf16", None)],
 )
-def test_newton_schulz_in_bf16_on_gpus_only(device: str, precision: str, wanted: torch.dtype | None) -> None:
+def test_only_gpus_run_newton_schulz_in_bf16(device: str, precision: str, wanted: torch.dtype | None) -> None:
     with FakeTensorMode():
         named = {"layer.weight": nn.Parameter(torch.ones(4, 3, device=device))}
         optimizer = make_optimizer(OptimConfig(name="muon"), named.items(), Model(), precision=precision)
@@ -219,7 +219,7 @@ def test_newton_schulz_in_bf16_on_gpus_only(device: str, precision: str, wanted:
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 90), (90, 40)])
-def test_an_update_with_products_in_bf16_is_that_in_fp32_to_its_rounding(shape: tuple[int, ...]) -> None:
+def test_an_update_in_bf16_equals_fp32_up_to_rounding(shape: tuple[int, ...]) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wide, narrow = orthogonalize(matrices), orthogonalize(matrices, torch.bfloat16)
     assert narrow.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Configurations by name and on top of each other, and settings as they are written on a command line."""
+"""Tests of configurations by name, of base files, and of settings on the command line."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.settings_reference import settings_reference
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_file_overrides_its_base_and_that_the_base_below(tmp_path: Path) -> None:
+def test_a_file_overrides_its_base_at_every_level(tmp_path: Path) -> None:
     files = {
         "low.yaml": "base: quickstart\nmodel: {num_layers: 3}\noptim: {lr: 0.5}\n",
         "top.yaml": "base: low.yaml\noptim: {lr: 0.25}\nschedule: {tokens: 1000}\n",
@@ -27,11 +27,11 @@ def test_a_file_overrides_its_base_and_that_the_base_below(tmp_path: Path) -> No
     config = load_config(tmp_path / "top.yaml", ["model.num_heads=1"])
     assert (config.optim.lr, config.model.num_layers, config.model.num_heads) == (0.25, 3, 1)
     assert config.model.hidden_size == quickstart.model.hidden_size
-    assert (config.schedule.tokens, config.schedule.steps) == (1000, None)  # it displaces the base's budget
+    assert (config.schedule.tokens, config.schedule.steps) == (1000, None)  # tokens replace the base's budget
 
 
-def test_a_micro_batch_that_is_to_be_found_may_stand_at_any_level(tmp_path: Path) -> None:
-    """And a number at a higher one takes its place."""
+def test_an_auto_micro_batch_may_be_set_at_any_level(tmp_path: Path) -> None:
+    """A number at a higher level replaces `auto`."""
     files = {
         "low.yaml": "base: quickstart\nbatch: {micro_size: auto}\n",
         "top.yaml": "base: low.yaml\nbatch: {global_size: 8}\n",
@@ -48,17 +48,15 @@ def test_a_micro_batch_that_is_to_be_found_may_stand_at_any_level(tmp_path: Path
 
 
 @pytest.mark.parametrize("base", ["b.yaml", "a.yaml", "[x]", "quickstrat"])
-def test_a_base_that_cannot_be_is_refused(tmp_path: Path, base: str) -> None:
+def test_an_invalid_base_is_refused(tmp_path: Path, base: str) -> None:
     write_files(tmp_path, {"a.yaml": f"base: {base}", "b.yaml": "base: a.yaml"})
     (issue,) = issues_of(load_config, tmp_path / "a.yaml")
     assert issue.startswith(str(tmp_path))
     assert "base: " in issue
 
 
-def test_a_configuration_is_found_by_its_name_and_a_wrong_name_answered_with_the_right_one(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "quickstart").mkdir()  # it does not hide the configuration
+def test_a_configuration_is_found_by_name_and_a_misspelt_name_gets_a_suggestion(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").mkdir()  # a directory of this name does not hide the configuration
     for name in ("quickstart", "configs/quickstart.yaml"):
         assert find_config(name, tmp_path) == shipped_configs() / "quickstart.yaml"
     (issue,) = raised_issues(find_config, "quickstrat")
@@ -76,12 +74,12 @@ def test_arguments_with_an_equals_sign_are_settings() -> None:
 @pytest.mark.parametrize(
     "extra", ["accelerate", "deepspeed", "dedup", "mlflow", "tensorboard", "trackio", "wandb", "zstd"]
 )
-def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -> None:
+def test_install_commands_name_the_packages_of_an_extra(extra: str) -> None:
     package = {"dedup": "rensa", "mlflow": "mlflow-skinny", "zstd": "zstandard"}.get(extra, extra)
     assert re.fullmatch(rf"pip install '{package}>=[\d.]+'", install_command(extra))
 
 
-def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -> None:
+def test_a_json_report_contains_the_numbers_and_writes_no_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     report = json.loads(here("report", str(run), "--json").stdout)
     tiles = {tile["label"]: tile["cells"][0]["text"] for tile in report["tiles"]}
@@ -89,15 +87,15 @@ def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -
     assert not (run / "report.html").exists()
 
 
-def test_the_reference_of_settings_is_that_of_the_schema() -> None:
-    """`python -m tests.settings_reference > docs/settings.md` writes it."""
+def test_the_settings_reference_matches_the_schema() -> None:
+    """`python -m tests.settings_reference > docs/settings.md` regenerates the reference."""
     reference = settings_reference()
     assert (ROOT / "docs" / "settings.md").read_text() == reference
     assert set(re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE)) == set(setting_paths())
     assert "| `optim.lr` | number or `auto` | `0.001` | Peak learning rate." in reference
 
 
-def test_what_is_no_run_is_told_from_a_folder_of_runs_and_a_file_of_one(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_run_is_refused_with_a_hint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "first")
     for path, hint in (
         (tmp_path / "runs", "choose a run in it: first"),

@@ -1,4 +1,4 @@
-"""The place of a launcher among nodes, by options and by variables, and what node 0 refuses."""
+"""Tests of a launcher's place among nodes, from options or environment, and of node 0's refusals."""
 
 import contextlib
 import socket
@@ -36,7 +36,7 @@ NOTHING: Options = (None, None, None, None)
         (NOTHING, NONE, None),
         ((1, 0, "192.0.2.7:1", None), SLURM, None),
         (NOTHING, {**SLURM, "SLURM_STEP_NUM_NODES": "1"}, None),
-        (NOTHING, {"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, None),  # a batch script, not a step
+        (NOTHING, {"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, None),  # in a batch script, not in a step
         (NOTHING, {"PET_NNODES": "1"}, None),
         ((2, 1, "192.0.2.7:1234", "lo"), NONE, (2, 1, "192.0.2.7", 1234)),
         ((None, None, None, "lo"), SLURM, (2, 1, "192.0.2.7", 15001)),
@@ -47,7 +47,7 @@ NOTHING: Options = (None, None, None, None)
         ((None, None, "192.0.2.9:9", "lo"), {**PET, **SKYPILOT}, (2, 1, "192.0.2.9", 9)),
     ],
 )
-def test_options_win_over_the_variables_of_an_engine(
+def test_options_override_the_variables_of_a_cluster(
     options: Options, environ: dict[str, str], place: tuple[int, int, str, int] | None
 ) -> None:
     found = find_place(*options, environ)
@@ -55,7 +55,7 @@ def test_options_win_over_the_variables_of_an_engine(
 
 
 @pytest.mark.parametrize(("nproc", "ranks"), [((), 6), (("--nproc", "1"), 2)])
-def test_kubeflow_gives_the_ranks_of_a_node(
+def test_kubeflow_sets_the_ranks_per_node(
     shards: Path, tmp_path: Path, nproc: tuple[str, ...], ranks: int
 ) -> None:
     words = ["train", "quickstart", *tiny(shards, "batch.global_size=12"), "--dry-run", "--interface", "lo"]
@@ -82,23 +82,23 @@ def test_kubeflow_gives_the_ranks_of_a_node(
         (NOTHING, {**PET, **SKYPILOT, "PET_NODE_RANK": "0"}, "--nnodes", "conflict"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(
+def test_an_invalid_place_among_nodes_is_refused(
     options: Options, environ: dict[str, str], setting: str, kind: str
 ) -> None:
     (issue,) = raised_issues(find_place, *options, environ)
     assert (issue.setting, issue.kind, bool(issue.hint)) == (setting, kind, True)
 
 
-def test_the_first_host_of_slurms_list() -> None:
+def test_the_first_host_is_read_from_slurms_node_list() -> None:
     lists = {"node1": "node1", "node[01-03,7],gpu2": "node01", "a,b": "a", "r[1-2]-x.org": "r1-x.org", "": ""}
     assert {names: first_host(names) for names in lists} == lists
 
 
-def test_the_interface_is_that_of_the_route() -> None:
+def test_the_default_interface_is_on_the_route_to_node_0() -> None:
     assert nodes._interface(None, "127.0.0.1") == "lo"
 
 
-# --- node 0 and a member, on one machine
+# --- node 0 and another node, on one machine
 
 
 def hello(rank: int, **changes: Any) -> dict[str, Any]:
@@ -125,11 +125,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
         (3, [{}, {"host": "g"}], "--node-rank: 1 was passed on two nodes, "),
     ],
 )
-def test_what_node_0_refuses_is_told_on_every_node(
+def test_refusals_of_node_0_are_reported_on_every_node(
     place: Place, tmp_path: Path, nodes: int, others: list[dict[str, Any]], words: str
 ) -> None:
     place = place._replace(nodes=nodes)
-    told: list[Future[str]] = []
+    answers: list[Future[str]] = []
 
     def follow(changes: dict[str, Any]) -> str:
         member = peers.join(place, tmp_path, hello(1, **{"nodes": nodes, **changes}), 30.0)
@@ -139,12 +139,12 @@ def test_what_node_0_refuses_is_told_on_every_node(
 
     def coordinate() -> None:
         with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
-            told.extend(pool.submit(follow, changes) for changes in others)
+            answers.extend(pool.submit(follow, changes) for changes in others)
             coordinator.gather(hello(0, nodes=nodes))
 
     with ThreadPoolExecutor() as pool:
-        (said,) = issues_of(coordinate)
-    for line in (said, *(each.result() for each in told)):
+        (refusal,) = issues_of(coordinate)
+    for line in (refusal, *(each.result() for each in answers)):
         assert line.startswith(words)
     assert not list(tmp_path.glob(".nodes-*"))
 
@@ -153,7 +153,7 @@ def test_what_node_0_refuses_is_told_on_every_node(
 def two_nodes(
     place: Place, run_dir: Path, act: Callable[[peers.Member], None]
 ) -> Iterator[peers.Coordinator]:
-    """Node 0 after node 1 has joined; node 1 does `act`, in a thread, and stays to the end."""
+    """Yield node 0's coordinator after node 1 has joined. A thread runs `act` as node 1."""
 
     def follow() -> None:
         member = peers.join(place, run_dir, hello(1), 30.0)
@@ -187,13 +187,13 @@ def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place
         named = [(cause and cause.headline(), node) for cause, node in found]
     assert named == [("node 1 (h1): torchrun", 1), ("rank 1 on node 1 (h1): no", 1), (None, 0)]
     assert ended[0] == ours
-    late_ns = (ended[1].failed_ns or 0) - now_ns + 3  # what the message took
+    late_ns = (ended[1].failed_ns or 0) - now_ns + 3  # the delay of the message
     assert 0 <= late_ns < 10**10
     assert ended[1] == theirs.by_clock(-late_ns)
 
 
-def test_a_rank_elsewhere_that_leaves_before_the_summary_has_failed(place: Place, tmp_path: Path) -> None:
-    """Whatever its exit code; at the end of a run the summary is there first."""
+def test_a_remote_rank_that_leaves_before_the_summary_has_failed(place: Place, tmp_path: Path) -> None:
+    """The exit code does not matter. A completed run writes its summary before its ranks leave."""
 
     def leave(member: peers.Member) -> None:
         member.link.status = {"attempt": 0}
@@ -205,8 +205,8 @@ def test_a_rank_elsewhere_that_leaves_before_the_summary_has_failed(place: Place
         assert not coordinator.exchange(False, 0, left=False).failed
 
 
-def test_who_sends_waits_no_longer_than_for_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over a link that is cut: the other side takes nothing. A silence of any length may be allowed."""
+def test_a_sender_waits_at_most_until_a_node_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side reads nothing, like a cut link. The longest limit is MAX_SECONDS."""
     monkeypatch.setattr(peers, "SUSPENDED_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         patient, link = (
@@ -219,7 +219,7 @@ def test_who_sends_waits_no_longer_than_for_a_lost_node(monkeypatch: pytest.Monk
     assert patient.lost("node 1") is None
 
 
-def test_what_is_not_node_0_is_refused(place: Place, tmp_path: Path) -> None:
+def test_a_server_that_is_not_node_0_is_refused(place: Place, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", place.port)) as server:
 
         def greet() -> None:

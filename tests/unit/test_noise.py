@@ -1,5 +1,5 @@
-"""The gradient noise scale: norms against those made by hand from the samples, the estimate against closed
-forms, its interval against its promise, and whole runs with it on and off."""
+"""Tests of the gradient noise scale: the coverage of its interval, norms against norms computed from the
+samples, and whole runs with and without the measurement."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from tests.tensors import CPU
 def draw(
     seed: int, *, steps: int, d_eff: int, replicas: int, ratio: float, grad_sq: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """(small_sq, big_sq, trace) of Gaussian gradients in d_eff equal directions, b = 1, B = replicas, whose
-    noise is that of B / B_simple = ratio at |G| = 1. By their sufficient statistics: the replicas' mean, and
-    what they differ from it by."""
+    """Return (small_sq, big_sq, trace) of Gaussian gradients in d_eff equal directions, with b = 1,
+    B = replicas and B / B_simple = ratio at |G| = 1. They are drawn through their sufficient statistics:
+    the replicas' mean and the deviations from it."""
     rng = np.random.default_rng(seed)
     trace = replicas / ratio
     v = trace / d_eff / replicas  # variance of a component of the replicas' mean
@@ -53,8 +53,8 @@ def draw(
 CELLS = [(d, r, ratio) for d in (64, 1024) for r in (2, 8) for ratio in (0.25, 2.0)]
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """95 % of 2,000 simulations, give or take three binomial deviations."""
+def test_the_interval_covers_the_truth_in_95_percent_of_simulations() -> None:
+    """The tolerance is three binomial standard deviations of 2,000 simulations."""
     covered, tries = 0, 0
     for (d_eff, replicas, ratio), _ in itertools.product(CELLS, range(250)):
         small, big, truth = draw(tries, steps=200, d_eff=d_eff, replicas=replicas, ratio=ratio)
@@ -75,7 +75,7 @@ MEAN, SIGMA, SIZES, NUM_STEPS = 0.5, 2.0, (24, 16, 16, 8), 3
 
 
 class Linear(nn.Module):
-    """loss_i = <w, x_i>, so a sample's gradient is x_i ~ N(mu, 4 I), at any weights."""
+    """A model with loss_i = <w, x_i>, so that a sample's gradient is x_i ~ N(mu, 4 I) at any weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,18 +96,18 @@ class Case:
 
     @property
     def batches(self) -> tuple[int, int]:
-        """(small, big)."""
+        """Return the small and the big batch size."""
         own = self.micro * self.accumulation
         return (self.micro if self.ranks == 1 else own), own * self.ranks
 
     def samples(self, step: int, rank: int) -> list[Tensor]:
-        """The step's micro batches of a rank."""
+        """Return a rank's micro batches of a step."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         shape = (self.accumulation, self.micro, sum(SIZES))
         return list(MEAN + SIGMA * torch.randn(shape, generator=generator, dtype=torch.float64))
 
     def by_hand(self) -> tuple[list[float], list[float]]:
-        """small_sq and big_sq of each step, from every sample's own gradient."""
+        """Return small_sq and big_sq of each step, computed from the gradients of the samples."""
         small, big = [], []
         for step in range(1, NUM_STEPS + 1):
             own = [self.samples(step, rank) for rank in range(self.ranks)]
@@ -118,7 +118,7 @@ class Case:
 
 
 class FakeBatch:
-    """As much of a micro batch as train_step uses."""
+    """A micro batch with the attributes that train_step uses."""
 
     sample_ids = (0,)
 
@@ -130,8 +130,8 @@ class FakeBatch:
 
 
 def measure(cases: Sequence[Case], out: str) -> None:
-    """Write the lines of noise.jsonl of each case, by train_step on the real engine; the weights stand
-    still. The step before the first and the one after the last are as a dry run and a skipped one."""
+    """Write each case's lines of noise.jsonl, from train_step on the real engine with constant weights. The
+    first step acts as a dry run, and the last step is skipped."""
     world = read_world(os.environ)
     comm = distributed.connect(world, CPU, group_of_one=True)
     lines = []
@@ -173,7 +173,7 @@ def measure(cases: Sequence[Case], out: str) -> None:
 
 
 NARROW: Any = {"parallel": (("reduce_dtype", "bf16"),)}
-CASES = {  # every engine, accumulation and what else a gradient goes through on its way, by number of ranks
+CASES = {  # engines, accumulation, reduction dtypes and precisions, by number of ranks
     1: [
         Case("single", 1, 4),
         Case("ddp", 1, 4),
@@ -195,12 +195,12 @@ CASES = {  # every engine, accumulation and what else a gradient goes through on
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
+def test_norms_equal_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, measure, CASES[ranks], str(tmp_path / "lines"))
     for case, lines in zip(CASES[ranks], read_json(tmp_path / "lines"), strict=True):
         small, big = case.batches
         if small == big:
-            assert lines == []  # one batch
+            assert lines == []  # the small and the big batch are equal
             continue
         (line,) = lines
         small_sq, big_sq = case.by_hand()
@@ -218,7 +218,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """on-N and off-N of 1 and 2 ranks."""
+    """Return the directory of the runs on-N and off-N with N = 1 and 2 ranks."""
     root = tmp_path_factory.mktemp("noise")
     common: dict[str, Any] = {
         "schedule": {"steps": STEPS},
@@ -238,7 +238,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_are_bit_identical_with_it_on_and_off(runs: Path, ranks: int) -> None:
+def test_the_measurement_does_not_change_a_bit_of_the_weights(runs: Path, ranks: int) -> None:
     on, off = (state(runs / f"{name}-{ranks}", STEPS) for name in ("on", "off"))
     assert on.keys() == off.keys()
     assert [name for name in on if not torch.equal(on[name], off[name])] == []
@@ -247,8 +247,8 @@ def test_weights_are_bit_identical_with_it_on_and_off(runs: Path, ranks: int) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_line_holds_the_steps_of_one_batch_and_the_summary_their_estimate(runs: Path, ranks: int) -> None:
-    """The ramp leaves batch 4 after step 15; the dry run's step is none of them."""
+def test_a_line_has_the_steps_of_one_batch_size_and_the_summary_the_estimate(runs: Path, ranks: int) -> None:
+    """The ramp leaves batch 4 after step 15. The step of the dry run is not counted."""
     run = runs / f"on-{ranks}"
     lines = read_lines(run / "noise.jsonl")
     assert [line["step"] for line in lines] == [7, 14, 15, 21, 28, 35, 42, 49, 56, 60]

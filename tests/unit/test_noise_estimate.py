@@ -1,4 +1,4 @@
-"""The gradient noise scale against its formulas, and what of a step its norms are, without ranks."""
+"""Tests of the gradient noise scale against its formulas, and of its norms, without starting ranks."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from tests.ranks import OneOf
 
 
 def moments(values_2N: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Means, and their covariance from sums over 20 stretches: B / (B - 1) / n^2 x their products."""
+    """Return means and their covariance from sums over B = 20 blocks: B / (B - 1) / n^2 x their products."""
     n = len(values_2N[0])
     means = [math.fsum(row) / n for row in values_2N]
     cuts = [i * n // 20 for i in range(21)]
@@ -33,7 +33,7 @@ def moments(values_2N: Sequence[Sequence[float]]) -> tuple[list[float], list[lis
 
 
 @pytest.mark.parametrize("steps", [50, 67, 200])
-def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
+def test_estimates_and_intervals_equal_the_formulas(steps: int) -> None:
     draw = random.Random(steps)
     small = [13 + draw.gauss(0, 1) for _ in range(steps)]
     big = [5 + draw.gauss(0, 0.5) for _ in range(steps)]
@@ -46,18 +46,18 @@ def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
     assert result.noise_scale == pytest.approx(trace / grad)
     assert result.interval is not None
     assert result.interval[0] < trace / grad < result.interval[1]
-    for x in result.interval:  # Fieller: where the difference is just t deviations
+    for x in result.interval:  # Fieller's bounds: the difference is exactly t standard deviations
         variance = var_trace - 2 * x * cov + x * x * var
         assert (trace - x * grad) ** 2 == pytest.approx(2.0930240544**2 * variance, rel=1e-6)
 
 
 DEVIATION = math.sqrt(20 / 19 / 60**2 * 20 * 3**2)
-"""Deviation of the mean of 60 steps that are one above and one below it in turns of three."""
+"""Standard error of the mean of 60 steps that alternate between +1 and -1 every three steps."""
 TURNS = [1.0 if k // 3 % 2 else -1.0 for k in range(60)]
 
 
 @pytest.mark.parametrize(("sigmas", "ok"), [(3.57, False), (3.59, True)])
-def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bool) -> None:
+def test_signal_and_noise_must_both_exceed_zero_at_99_9_percent(sigmas: float, ok: bool) -> None:
     mean = sigmas * DEVIATION
     big = [5 + mean + turn for turn in TURNS]
     result = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
@@ -76,7 +76,7 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
     assert result.grad_sq == pytest.approx(3)
 
 
-def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
+def test_too_few_steps_or_a_zero_estimate_are_inconclusive() -> None:
     few = estimate([13.0] * 49, [5.0] * 49, 2, 10)
     reason = "only 49 steps were measured; at least 50 are needed"
     assert (few.steps, few.verdict, few.reason) == (49, "inconclusive", reason)
@@ -95,14 +95,14 @@ def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
             estimate([13.0] * 50, [5.0] * 50, 2, big)
 
 
-def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
+def test_the_estimate_of_a_run_uses_its_last_200_steps(tmp_path: Path) -> None:
     line = {"step": 1, "small_batch": 2, "big_batch": 10, "small_sq": [13.0] * 60, "big_sq": [5.0] * 60}
     other = {**line, "big_batch": 5, "big_sq": [7.0] * 60}
     before = {**line, "small_sq": [99.0] * 80}
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line))
     result = estimate_of_run(tmp_path)
     assert result.steps == 200
-    assert result.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
+    assert result.noise_scale != pytest.approx(20 / 3)  # includes 20 steps of the first line
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
     assert estimate_of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
     assert estimate_of_run(tmp_path / "none").reason == "only 0 steps were measured; at least 50 are needed"
@@ -116,7 +116,7 @@ def config(noise_scale: bool = True) -> Config:
 
 
 def parameters() -> torch.optim.Optimizer:
-    """Two tensors with a gradient of norm 5 together, and one without."""
+    """Return an optimizer of two tensors with a joint gradient norm of 5 and of one without gradient."""
     made = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     made[0].grad, made[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
     return torch.optim.SGD([{"params": made[:1]}, {"params": made[1:]}], lr=0.1)
@@ -136,24 +136,24 @@ def drained(pairs: NormPairs, step: int, *parts: list[float]) -> list[dict[str, 
     return pairs.drain(OneOf(0, 1 + len(parts), lambda own: [own, *parts]), step)
 
 
-def test_a_lone_replicas_first_micro_batch_stands_for_the_mean() -> None:
+def test_a_single_replica_uses_its_first_micro_batch_as_small_batch() -> None:
     pairs = NormPairs(config(), 1)
     lone(pairs, 7.0, micros=2)
     (line,) = drained(pairs, 4)
     assert line == {"step": 4, "small_batch": 3, "big_batch": 6, "small_sq": [100.0], "big_sq": [49.0]}
-    assert drained(pairs, 4) == []  # they have been told
+    assert drained(pairs, 4) == []  # drained pairs do not come again
 
 
-def test_a_loss_scale_is_taken_out() -> None:
+def test_the_loss_scale_is_divided_out() -> None:
     pairs = NormPairs(config(), 1)
     lone(pairs, 7.0, micros=2, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    lone(pairs, 7.0, micros=2)  # and is that of its own step alone
+    lone(pairs, 7.0, micros=2)  # the scale applies to its own step only
     (line,) = drained(pairs, 2)
     assert line["small_sq"] == [100.0 / 16, 100.0]
 
 
-def test_of_several_replicas_the_small_batch_is_a_replicas_own() -> None:
-    """Two parts of a gradient, 6 and 8; half of the mean is held before the reduction. The other: 500."""
+def test_several_replicas_use_the_batch_of_one_replica_as_small_batch() -> None:
+    """Parts of norm 6 and 8 with share = 0.5 give 100 / 0.5^2 = 400; the other replica has 500, then 600."""
     pairs = NormPairs(config(), 2, share=0.5)
     optimizer = parameters()
     for norm in (4.0, 5.0):
@@ -182,7 +182,7 @@ def test_a_bucket_is_measured_before_it_is_reduced() -> None:
     assert drained(pairs, 1, [25.0])[0]["small_sq"] == [25.0]
 
 
-def test_a_line_is_of_one_batch_and_leaves_out_what_says_nothing() -> None:
+def test_each_line_has_one_batch_size_and_leaves_out_unusable_steps() -> None:
     pairs = NormPairs(config(), 1)
     for norm, micros in ((1.0, 2), (math.inf, 2), (3.0, 2), (4.0, 3), (5.0, 1), (6.0, 2), (math.nan, 4)):
         lone(pairs, norm, micros)
@@ -193,10 +193,10 @@ def test_a_line_is_of_one_batch_and_leaves_out_what_says_nothing() -> None:
     ]
 
 
-def test_forgotten_and_off_is_nothing() -> None:
+def test_cleared_or_disabled_norms_give_no_lines() -> None:
     pairs = NormPairs(config(), 1)
     lone(pairs, 1.0, micros=2)
-    pairs.end_micro(parameters(), None)  # the open step
+    pairs.end_micro(parameters(), None)  # a step that has not ended
     pairs.clear()
     assert drained(pairs, 1) == []
     lone(pairs, 1.0, micros=2)

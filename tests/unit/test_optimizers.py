@@ -1,5 +1,5 @@
-"""Schedules as functions of f, parameter groups, and what an engine asks of every optimizer: a skipped step,
-gradients that are divided, missing gradients."""
+"""Tests of learning rate schedules, of parameter groups, and of what engines need from every optimizer:
+skipped steps, scaled gradients and missing gradients."""
 
 import math
 
@@ -45,14 +45,14 @@ def parameters_of(weights: dict[str, Tensor]) -> Parameters:
 
 
 def rate(step: int) -> float:
-    """Another one at every step."""
+    """Return a learning rate that changes at every step."""
     return 0.01 * (1 + step % 4)
 
 
 def take_step(
     optimizer: torch.optim.Optimizer, parameters: Parameters, grads: dict[str, Tensor], lr: float
 ) -> None:
-    """Of the parameters that `grads` names."""
+    """Take a step with gradients for the parameters that `grads` names."""
     set_lr(optimizer, lr)
     for name, parameter in parameters.items():
         parameter.grad = grads[name].to(parameter.dtype).clone() if name in grads else None
@@ -68,7 +68,7 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> tuple[torch.optim.Opt
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("skipped", [0, 3])
-def test_a_skipped_step_leaves_everything_bit_for_bit(name: str, skipped: int, dtype: torch.dtype) -> None:
+def test_a_skipped_step_changes_nothing_bit_for_bit(name: str, skipped: int, dtype: torch.dtype) -> None:
     results = []
     for with_bad_step in (True, False):
         optimizer, parameters = make(name, dtype)
@@ -83,7 +83,7 @@ def test_a_skipped_step_leaves_everything_bit_for_bit(name: str, skipped: int, d
                 take_step(optimizer, parameters, bad, 0.5)
                 after = with_moments(optimizer, parameters.items())
                 assert {key: bits(after)[key] for key in before} == before_bits
-                assert not any(after[key].any() for key in after.keys() - before.keys())  # made as zeros
+                assert not any(after[key].any() for key in after.keys() - before.keys())  # new moments are 0
                 assert skipped or len(after) > len(before)
             optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
             take_step(optimizer, parameters, grads, rate(step))
@@ -94,7 +94,7 @@ def test_a_skipped_step_leaves_everything_bit_for_bit(name: str, skipped: int, d
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gradients_are_divided_by_grad_scale(name: str) -> None:
-    """Seen in the moments too: Muon's update has no memory of the gradient's size."""
+    """The moments show the division too, because Muon's update does not depend on the gradient's size."""
     results = []
     for scale in (1.0, 8.0):
         optimizer, parameters = make(name)
@@ -104,7 +104,7 @@ def test_gradients_are_divided_by_grad_scale(name: str) -> None:
             grads = {key: g * scale for key, g in random_tensors(step + 1).items()}
             take_step(optimizer, parameters, grads, rate(step))
         results.append(bits(with_moments(optimizer, parameters.items())))
-    assert results[0] == results[1]  # a power of two rounds nothing
+    assert results[0] == results[1]  # scaling by a power of two does not round
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -161,7 +161,7 @@ def test_factor_stays_within_zero_and_one(config: ScheduleConfig, f: float) -> N
 
 @given(config=schedules(), f=st.floats(0, 1 - 1e-9))
 def test_factor_has_no_jump(config: ScheduleConfig, f: float) -> None:
-    """A move of 1e-9 in f: ramps have slopes up to 100 here, and wsd begins its decay as a square root."""
+    """f moves by 1e-9. Ramps have slopes up to 100, and wsd starts its decay like a square root."""
     jump = abs(lr_factor(config, f + 1e-9) - lr_factor(config, f))
     assert jump <= math.sqrt(1e-9 / config.decay_fraction) + 4e-7
 

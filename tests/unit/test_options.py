@@ -1,4 +1,4 @@
-"""How the text of an option becomes a value, and what is refused."""
+"""Tests of parsing options, of passing them to the verbs, and of refused options."""
 
 import dataclasses
 import json
@@ -48,28 +48,28 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("parse", VALUES)
-def test_a_text_and_its_value(parse: Callable[[str], Any]) -> None:
+def test_option_texts_are_parsed_to_values(parse: Callable[[str], Any]) -> None:
     assert {text: parse(text) for text in VALUES[parse]} == VALUES[parse]
 
 
 @pytest.mark.parametrize(
     ("parse", "text"), [(parse, text) for parse, each in REFUSED.items() for text in each]
 )
-def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
+def test_invalid_option_texts_are_refused(parse: Callable[[str], Any], text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse(text)
 
 
-def test_the_line_names_the_option() -> None:
+def test_the_error_line_names_the_option() -> None:
     for command in (
         *("scale --nproc 4..2", "scale --engines ddp,magic,x", "scale --repeats 0"),
         *("scale --accumulation 2 --mode strong", "tune lr --tokens 1e15", "train --elastic"),
         *("train --profile-ranks 1", "report r --out j.html --json", "finetune RUN other"),
     ):
         setting = next((word for word in command.split() if word.startswith("--")), "other")
-        said = refused(*command.split())
-        assert said.startswith(f"error: {setting}: ")
-        assert len(said.splitlines()) == 1
+        message = refused(*command.split())
+        assert message.startswith(f"error: {setting}: ")
+        assert len(message.splitlines()) == 1
     assert refused("eval", "glue", "RUN").startswith("error: --data: ")
 
 
@@ -89,16 +89,16 @@ def test_the_line_names_the_option() -> None:
         ("tune batch --nproc 1 --budget 90s --memory 3", {"nproc": 1, "budget_s": 90.0, "memory_gib": 3.0}),
     ],
 )
-def test_every_option_stands_in_the_plan(shards: Path, tmp_path: Path, command, settings) -> None:
+def test_every_option_is_recorded_in_the_plan(shards: Path, tmp_path: Path, command, settings) -> None:
     place = ("--launcher", "accelerate", "--out", str(tmp_path / "out"), "--dry-run", "--json")
     more = ["batch.micro_size=auto"] if "tune batch" in command else []
     done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu", *more), *place)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert not (tmp_path / "out").exists()
-    told = plan.get("settings", plan)
+    passed = plan.get("settings", plan)
     settings["launcher"] = "accelerate"
-    assert {name: told[name] for name in settings} == settings
+    assert {name: passed[name] for name in settings} == settings
 
 
 PLACE = "--nproc 2 --launcher accelerate --run-dir place --resume never"
@@ -108,16 +108,16 @@ PLACE = "--nproc 2 --launcher accelerate --run-dir place --resume never"
     ("command", "elastic"),
     [("train quickstart --elastic --profile 2:4", True), ("finetune RUN --task RTE --data .", False)],
 )
-def test_a_run_is_started_as_its_options_say(monkeypatch: pytest.MonkeyPatch, command, elastic) -> None:
-    asked = asked_of(monkeypatch, train, "train")
+def test_a_run_is_started_with_its_options(monkeypatch: pytest.MonkeyPatch, command, elastic) -> None:
+    noted = calls_of(monkeypatch, train, "train")
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
     assert here(*f"{command} {PLACE} --max-restarts 5 --dry-run --force".split()).returncode == 3
     profile = parse_profile("2:4", "0") if elastic else None
     expected = RunOptions("2", Path("place"), "never", True, "accelerate", 5, elastic, True, profile)
-    assert asked[0][0][1] == expected
+    assert noted[0][0][1] == expected
 
 
-def test_every_option_of_a_prediction_counts() -> None:
+def test_every_option_of_plan_scaling_is_used() -> None:
     source = "--model bert-base --seq-per-s 400 --micro 32 --gpu V100-16G"
     fabric = "--nproc 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2"
     model = "--engine zero1 --tensor 2 --accumulation 3"
@@ -127,13 +127,13 @@ def test_every_option_of_a_prediction_counts() -> None:
     assert done.stdout == results.to_json(expected)
 
 
-Asked = list[tuple[tuple[Any, ...], dict[str, Any]]]
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 HOW: Any = VerbOptions(Path("o"), True, True, None)  # type: ignore[arg-type]
 
 
-def asked_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, answer: Any = 3) -> Asked:
-    """The calls of a function that answers with exit code 3, without the console."""
-    calls: Asked = []
+def calls_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, answer: Any = 3) -> Calls:
+    """Replace a function by one that returns `answer`. Return its calls without the console."""
+    calls: Calls = []
 
     def function(*given: Any, **named: Any) -> Any:
         given = tuple(a._replace(console=None) if isinstance(a, VerbOptions) else a for a in given)
@@ -150,32 +150,32 @@ AUTO = "batch.micro_size=auto"
 @pytest.mark.parametrize(
     ("more", "forced"), [("", False), ("--force", True), (AUTO, True), (f"{AUTO} --dry-run", False)]
 )
-def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
+def test_force_and_a_measured_batch_override_the_memory_estimate(
     monkeypatch: pytest.MonkeyPatch, more: str, forced: bool
 ) -> None:
-    search = asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
-    runs = asked_of(monkeypatch, train, "train")
+    search = calls_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
+    runs = calls_of(monkeypatch, train, "train")
     assert here(*f"train quickstart {more} {PLACE} --profile 2:4 --profile-ranks 1".split()).returncode == 3
-    job, told, _ = runs[0][0]
-    assert (told.force, told.profile) == (forced, parse_profile("2:4", "1"))
+    job, passed, _ = runs[0][0]
+    assert (passed.force, passed.profile) == (forced, parse_profile("2:4", "1"))
     if "auto" not in more:
         assert search == []
         return
     ((given, _),) = search
     assert job.config.batch.micro_size == 4
     assert given[:2] == ("quickstart", ["batch.micro_size=auto"])
-    assert given[2] == dataclasses.replace(told, force=False)
+    assert given[2] == dataclasses.replace(passed, force=False)
 
 
-def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_of(monkeypatch, batch, "resolve_auto_batch", ([], 143))
+def test_a_failed_batch_search_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls_of(monkeypatch, batch, "resolve_auto_batch", ([], 143))
     monkeypatch.setattr(train, "train", lambda *_, **__: pytest.fail("started"))
     assert here("train", "quickstart", "batch.micro_size=auto").returncode == 143
 
 
-def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_of(monkeypatch, train, "train")
-    loaded = asked_of(monkeypatch, finetune, "load", None)
+def test_finetuning_loads_what_its_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls_of(monkeypatch, train, "train")
+    loaded = calls_of(monkeypatch, finetune, "load", None)
     files = "--train a.csv --dev b.csv --test c.csv --text q --text-pair r --label s --kind regression"
     here("finetune", "RUN", "optim.lr=1", *files.split(), "--nproc", "4", "--init", "random")
     here("finetune", "RUN", "--task", "RTE", "--data", "x", "--data", "y")
@@ -191,9 +191,9 @@ BUILD = {"vocab_size": 99, "sequence_length": 64, "tokenizer": "t", "processes":
 EVALUATED = GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate")
 
 
-def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verb_passes_on_every_option_and_returns_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def handed(module: Any, name: str, command: str, code: int = 3) -> Any:
-        calls = asked_of(monkeypatch, module, name)
+        calls = calls_of(monkeypatch, module, name)
         done = here(*command.split())
         assert done.returncode == code, done.stderr
         (call,) = calls
@@ -223,20 +223,20 @@ def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("codes", [(0, 1), (1, 0), (0, 0)])
-def test_a_run_that_was_not_sent_whole_is_told_whichever_it_is(
+def test_the_exit_code_shows_any_run_that_was_not_sent_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int]
 ) -> None:
     ends = {(make_run(tmp_path / str(i)), ("tensorboard",)): code for i, code in enumerate(codes)}
-    asked = dict(ends)
-    monkeypatch.setattr(loggers, "send_run", lambda run_dir, names, log: asked.pop((run_dir, names)))
+    noted = dict(ends)
+    monkeypatch.setattr(loggers, "send_run", lambda run_dir, names, log: noted.pop((run_dir, names)))
     runs = [str(path) for path, _ in ends]
     done = here("report", *runs, "--log-to", "tensorboard", "--out", str(tmp_path / "page.html"))
-    assert (done.returncode, asked) == (max(codes), {})
+    assert (done.returncode, noted) == (max(codes), {})
     assert (tmp_path / "page.html").exists()
     assert not list(tmp_path.glob("*/report.html"))
 
 
-def test_damaged_shards_end_with_1_and_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_shards_are_shown_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "inspect", lambda _: {"problems": ["x"]})
     done = here("data", "inspect", "d", "--json")
     assert (done.returncode, json.loads(done.stdout)) == (1, {"problems": ["x"]})

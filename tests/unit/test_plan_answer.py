@@ -1,4 +1,4 @@
-"""`bert-dp plan` and `plan fit` from options to files: what is refused, what is written."""
+"""Tests of `bert-dp plan` and `plan fit` from options to files, including refusals."""
 
 import csv
 import datetime
@@ -28,7 +28,7 @@ H100 = "H100-SXM-80G"
 
 
 def issue(options: dict[str, Any], tmp_path: Path) -> Issue:
-    """First issue of a plan; nothing is written."""
+    """Return the first issue of a plan, and check that nothing is written."""
     options = {"out": "planned.yaml", **options}
     out = tmp_path / options.pop("out")
     found = raised_issues(plan_budget, BudgetOptions(**options), out, today=TODAY)
@@ -54,13 +54,13 @@ def issue(options: dict[str, Any], tmp_path: Path) -> Issue:
         ),
     ],
 )
-def test_refused(options, setting, kind, hint, tmp_path: Path) -> None:
+def test_invalid_plans_are_refused(options, setting, kind, hint, tmp_path: Path) -> None:
     found = issue(options, tmp_path)
     assert (found.setting, found.kind) == (setting, kind)
     assert hint in (found.hint or "")
 
 
-def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
+def test_a_plan_writes_a_configuration_that_train_accepts(tmp_path: Path) -> None:
     options = BudgetOptions(dollars=50.0, gpu=H100, price=2.5, tokens_per_parameter=200.0)
     plan, written = plan_budget(options, tmp_path / "planned.yaml", tmp_path / "page.html", TODAY)
     config = load_config(written)
@@ -78,13 +78,13 @@ def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
     assert plan.figures["micro batch"].value == config.batch.micro_size
 
 
-def test_published_answers_write_no_configuration(tmp_path: Path) -> None:
+def test_a_plan_without_a_chosen_model_writes_no_configuration(tmp_path: Path) -> None:
     plan, written = plan_budget(BudgetOptions(hours=24.0, gpu=H100), tmp_path / "planned.yaml")
     assert (plan.is_chosen, written, list(tmp_path.iterdir())) == (False, None, [])
     assert "no configuration was written" in budget_page(plan, written).verdicts[-1].text
 
 
-def test_factors_have_their_origin_and_old_ones_are_said(tmp_path: Path) -> None:
+def test_factors_have_an_origin_and_old_ones_give_a_warning(tmp_path: Path) -> None:
     options = BudgetOptions(hours=24.0, gpu=H100, keep_model=True, grid="world")
     plan, _ = plan_budget(options, tmp_path / "a.yaml", today=TODAY)
     assert plan.figures["dollars"].origin == plan.figures["kwh"].origin == "published"
@@ -103,7 +103,7 @@ def test_every_listed_value_has_a_date_and_a_source(tmp_path: Path) -> None:
 
 
 def run(directory: Path, loss: float | None = 2.0, *settings: str, **summary: Any) -> Path:
-    """A completed pretraining run of BASE with `settings`."""
+    """Write a completed pretraining run of BASE with `settings`."""
     directory.mkdir(parents=True)
     config = load_config(find_config("crammed-bert"), settings)
     files.write_text(directory / "config.yaml", dump_config(config))
@@ -116,7 +116,7 @@ MEASURED = {"parameters": 119_589_889, "precision": "bf16", "world_size": 2, "to
 
 
 def record(folder: Path, kind: str, length: int = 128, **changes: Any) -> Path:
-    """A run directory or a scaling.json of the model of BASE on two devices, with `changes`."""
+    """Write a run directory or a scaling.json of BASE's model on two devices, with `changes`."""
     facts = {**MEASURED, **changes}
     if kind == "run":
         return run(folder / "run", 2.0, f"data.sequence_length={length}", **facts)
@@ -129,7 +129,7 @@ def record(folder: Path, kind: str, length: int = 128, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["run", "scaling"])
-def test_a_measured_speed_comes_first(kind: str, tmp_path: Path) -> None:
+def test_a_measured_speed_takes_precedence(kind: str, tmp_path: Path) -> None:
     path = record(tmp_path, kind)
     options = BudgetOptions(hours=2.0, gpus=2, from_=path, keep_model=True, price=1.0)
     plan, written = plan_budget(options, tmp_path / "planned.yaml")
@@ -151,7 +151,7 @@ def test_a_measured_speed_comes_first(kind: str, tmp_path: Path) -> None:
         ({"gpu": H100}, {}, "--gpu"),
     ],
 )
-def test_a_record_of_something_else_is_refused(kind, options, changes, setting, tmp_path: Path) -> None:
+def test_a_record_of_another_setup_is_refused(kind, options, changes, setting, tmp_path: Path) -> None:
     given = {"hours": 2.0, "gpus": 2, "keep_model": True, "from_": record(tmp_path, kind, **changes)}
     found = issue({**given, **options}, tmp_path)
     assert (found.setting, found.kind) == (setting, "conflict")
@@ -169,7 +169,7 @@ def own_rows() -> list[dict[str, Any]]:
     return [{name: getattr(run, name) for name in fit.COLUMNS[:3]} for run in own_fit().runs]
 
 
-def test_a_table_is_fitted_and_planned_with(tmp_path: Path) -> None:
+def test_a_table_of_runs_is_fitted_and_used_for_a_plan(tmp_path: Path) -> None:
     found = fit.fit_runs(fit.read_table(table(tmp_path / "runs.csv", own_rows())))
     assert found.exponent == pytest.approx(LAW.exponent, abs=0.005)
     assert not found.contradicts
@@ -198,7 +198,7 @@ def test_a_table_that_cannot_be_fitted_is_refused(change, kind, tmp_path: Path) 
     assert raised_issues(lambda: fit.fit_runs(fit.read_table(path)))[0].kind == kind
 
 
-def test_a_law_that_contradicts_its_runs_is_not_planned_with(
+def test_a_law_that_contradicts_its_runs_is_not_used_for_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_fit, "fit", functools.partial(loss_fit.fit, draws=2))
@@ -230,7 +230,7 @@ def test_a_fit_without_scipy_names_the_package(monkeypatch: pytest.MonkeyPatch) 
         (2.0, ("objective.mask_rate=0.15",), "done", "objective.mask_rate", "conflict"),
     ],
 )
-def test_runs_that_do_not_compare_are_refused(loss, settings, status, setting, kind, tmp_path: Path) -> None:
+def test_incomparable_runs_are_refused(loss, settings, status, setting, kind, tmp_path: Path) -> None:
     runs = [run(tmp_path / "a"), run(tmp_path / "b", loss, *settings, status=status)]
     (found,) = raised_issues(fit.read_runs, runs)
     assert (found.setting, found.kind) == (setting, kind)
@@ -254,13 +254,13 @@ PRICE = "run.price_per_device_hour=2.5"
     [
         ("", H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "tokens": 24}),
         ("batch.ramp_fraction=0", H100, 8, {"micro": "1024 is the largest that divides the batch per"}),
-        # tokens have a time, and auto precision follows the GPU
+        # a token budget gives a time, and auto precision follows the GPU
         ("schedule.tokens=1000000000", "T4-16G", 1, {"memory": "fp16", "time": "of training"}),
-        # dollars give the tokens of their hours
+        # a dollar budget gives the tokens of the hours that it pays for
         (f"schedule.hours=null schedule.dollars=80 {PRICE} batch.micro_size=256", H100, 4, {"tokens": 8}),
     ],
 )
-def test_a_dry_run_on_gpus_that_are_not_there(settings, gpu, nproc, expected, tmp_path: Path) -> None:
+def test_a_dry_run_on_gpus_of_another_machine(settings, gpu, nproc, expected, tmp_path: Path) -> None:
     done = here(*DRY, *settings.split(), "--gpu", gpu, "--nproc", str(nproc), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
@@ -280,9 +280,9 @@ def test_a_dry_run_on_gpus_that_are_not_there(settings, gpu, nproc, expected, tm
         (("--dry-run", "--gpu", H100, "--nproc", "3"), "batch.global_size"),
         (("--dry-run", "--gpu", "V100-16G", "precision=bf16"), "precision"),
         (("--dry-run", "--gpu", "T4-16G", "batch.micro_size=1024"), "batch.micro_size"),
-        (("--gpu", H100), "--dry-run"),  # no run
+        (("--gpu", H100), "--dry-run"),  # a real run cannot use --gpu
     ],
 )
-def test_a_dry_run_that_is_refused(more: tuple[str, ...], word: str, tmp_path: Path) -> None:
+def test_an_impossible_dry_run_is_refused(more: tuple[str, ...], word: str, tmp_path: Path) -> None:
     done = here(*DRY[:3], *more, cwd=tmp_path)
     assert (done.returncode, word in done.stderr) == (2, True), done.stderr

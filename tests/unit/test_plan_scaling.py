@@ -1,4 +1,4 @@
-"""`bert-dp plan scaling`: its sources, its rows, and the options that it refuses."""
+"""Tests of `bert-dp plan scaling`: sources, rows and refused options."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ ONE = cell("weak-single-n1", 1, 4.2)
 
 def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     found = source()
-    assert (found.accumulation, found.spread) == (4, 0)  # a CPU has no spread of its own
+    assert (found.accumulation, found.spread) == (4, 0)  # a CPU has no spread between devices
     assert found.profile.micro_s == pytest.approx((4.2 - 0.1) / 4)
     assert found.profile.backward_s == pytest.approx(0.6 * 4.1 / 4)
     assert found.profile.gradients[0].ready_s == pytest.approx(0.2 * 4.1 / 4)
@@ -36,8 +36,8 @@ def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     assert gpu.spread == constant("device_spread")
 
 
-def test_the_slowdown_is_the_middle_of_the_measured_ceilings_of_runs() -> None:
-    """At least 1, and without tensor parallelism."""
+def test_the_slowdown_is_the_median_over_the_ceilings_of_the_runs() -> None:
+    """The slowdown is at least 1 and ignores cells with tensor parallelism."""
     shares = {"ddp-2": 0.8, "zero1-2": 0.5, "fsdp-2": 0.4}
     cells = [cell(name, 2, 5.3, ceiling_efficiency=share) for name, share in shares.items()]
     cells.append(cell("ceiling-2", 2, 5.3, kind="ceiling", ceiling_efficiency=0.1))
@@ -48,7 +48,7 @@ def test_the_slowdown_is_the_middle_of_the_measured_ceilings_of_runs() -> None:
 
 @pytest.fixture
 def collected(tmp_path: Path) -> Scaling:
-    """scaling.json of both modes on 1 and 2 ranks, by the code that writes it: accumulation 2, then 8."""
+    """Return scaling.json of both modes on 1 and 2 ranks, made by the benchmark's own code."""
     made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",))
     for one in made.cells:
         step = (0.5 if one.mode == "weak" else 2.0) * (1.25 if one.world_size > 1 else 1.0)
@@ -60,7 +60,7 @@ def collected(tmp_path: Path) -> Scaling:
     return analyze(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})
 
 
-def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> None:
+def test_the_file_of_the_benchmark_gives_the_baseline(collected: Scaling) -> None:
     found = source_of(collected, "scaling.json")
     assert found.accumulation == 2
     mean = next(c for c in collected.cells if c.id == "weak-single-n1").step_s
@@ -88,7 +88,7 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
         (measured(profile=profile(backward_s=1.1)), "exceeds micro_s"),
     ],
 )
-def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(tmp_path: Path, data, words) -> None:
+def test_a_damaged_file_gives_one_line_with_option_and_field(tmp_path: Path, data, words) -> None:
     path = tmp_path / "it.json"
     if data is not None:
         path.write_text(data if isinstance(data, str) else json.dumps(data))
@@ -99,8 +99,8 @@ def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(tmp_path
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: int) -> None:
-    """AdamW reads four and writes three fp32 numbers a parameter, at the memory's speed, once a step."""
+def test_one_rank_at_the_given_accumulation_has_the_given_rate(accumulation: int) -> None:
+    """Once per step, AdamW reads four and writes three fp32 numbers per parameter at memory speed."""
     found = source_of_rate("bert-large", 580, 256, accumulation, "A100-80G")
     speed = hardware()["gpus"]["A100-80G"]["memory_gb_s"] * 1e9 * constant("memory_reach")
     parameters = num_parameters(scaling.MODELS["bert-large"], 512)
@@ -131,20 +131,20 @@ def test_an_impossible_rate_is_refused(path: Path | None, options: Any, refused:
     assert path is None or {issue.other for issue in issues} == {"--from"}
 
 
-def test_one_rank_is_the_measured_one_and_two_follow_by_hand() -> None:
+def test_one_rank_equals_the_measurement_and_two_follow_by_hand() -> None:
     one, two = plan(source(), 1, 2).rows
     assert one.step_time_s == pytest.approx(4.2)
     assert (one.efficiency, one.speedup, one.exposed_comm_fraction) == (1, 1, 0)
-    # the ceiling slows all of the step; of 12 MB at 1 GB/s at most the gain of overlap is hidden
+    # the ceiling slows the whole step; overlap hides at most its gain of the 12 MB at 1 GB/s
     exposed = two.step_time_s - 4.2 * 1.25
     assert 0.012 * (1 - constant("overlap_gain")) <= exposed <= 0.012
     assert two.split_s.exposed_comm == pytest.approx(exposed)
     assert two.global_batch == 64
 
 
-def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_below_it() -> None:
-    """Beyond the most that were measured the curve of the most; ranks slow each other within a node alone,
-    and --link takes the place of all curves."""
+def test_an_unmeasured_count_uses_the_next_higher_curve_and_the_next_lower_slowdown() -> None:
+    """Beyond the largest measured count, its curve is used. Ranks slow each other only within a node, and
+    --link replaces all curves."""
     curves = {n: AllReduceCurve(n, {1e6: 1e-3}) for n in (2, 8)}
     found = scaling.PlanSource(BASE.profile, curves=curves, slowdowns={2: 1.1, 8: 1.4})
     for ranks, over, slowdown in ((2, 2, 1.1), (4, 8, 1.1), (8, 8, 1.4), (16, 8, 1.4)):
@@ -161,7 +161,7 @@ def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
     assert [(row.tensor, row.world_size) for row in rows] == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)]
 
 
-def test_mfu_is_of_the_peak_of_the_device() -> None:
+def test_mfu_is_relative_to_the_peak_of_the_device() -> None:
     one, two = plan(LARGE, 1, 2, link="nvlink3").rows
     flops = flops_per_token(scaling.MODELS["bert-large"], 128, 0.15)
     assert one.mfu == pytest.approx(580 * 128 * flops / 312e12)
@@ -174,8 +174,8 @@ def test_mfu_is_of_the_peak_of_the_device() -> None:
         assert row.mfu == (pytest.approx(row.tokens_per_s * 1e9 / peak) if peak else None)
 
 
-def test_prediction_stands_beside_what_was_measured() -> None:
-    """No ceiling, no engine that is not modelled, no failure; and no more ranks than a link is known for."""
+def test_measured_cells_have_a_prediction() -> None:
+    """Ceilings, failures, engines without a model and rank counts without a known link have none."""
     one, two = plan(source(), 2).measured
     assert (one.cell, two.cell) == ("weak-single-n1", "ddp-2")
     assert one.within is True
@@ -190,8 +190,8 @@ def test_prediction_stands_beside_what_was_measured() -> None:
 
 
 def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
-    """Twice the micro batch of the profile, half its accumulation; compared with the mean, whose interval it
-    has."""
+    """The cell has twice the profile's micro batch and half its accumulation. Its mean is compared, because
+    the interval belongs to the mean."""
     time = {"median": 9.0, "mean": 5.3, "p95": 9.5, "ci95": [5.2, 5.4]}
     own = cell("strong-ddp-n1", 1, 4.0, engine="ddp", micro_batch=16, accumulation=2, step_time_s=time)
     lines = {line.cell: line for line in plan(source(cells=[ONE, own]), 2).measured}
@@ -201,7 +201,7 @@ def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
     assert (lines["strong-ddp-n1"].measured_step_s, lines["strong-ddp-n1"].within) == (5.3, False)
 
 
-def test_levers_are_what_the_model_says_of_the_change() -> None:
+def test_levers_equal_the_models_prediction_of_the_change() -> None:
     (row,) = plan(BASE, 8, link="pcie3").rows
     levers = {lever.lever: lever for lever in row.levers}
     gains = [lever.gain for lever in row.levers]
@@ -218,7 +218,7 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
     assert plan(BASE, 1).rows[0].levers == []
     bounded = plan(LARGE, 8, link="nvlink4")
     bound, best = bounded.rows[0].levers[:2]
-    assert bound.lever == "no stragglers"  # is no setting
+    assert bound.lever == "no stragglers"  # a bound, not a setting
     shown_best = scaling.plan_page(bounded).sections[0].tables[0].rows[0].cells[-1]
     assert shown_best.text == f"{100 * best.gain:+.1f} % {best.lever}"
 
@@ -227,13 +227,13 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
 @pytest.mark.parametrize(
     ("link", "bucket"), [("ethernet10", 10_000), ("nvlink4", 1_000), ("gloo-loopback", 25 * 2**20)]
 )
-def test_bounds_never_lose(engine: str, link: str, bucket: float) -> None:
+def test_bounds_never_reduce_throughput(engine: str, link: str, bucket: float) -> None:
     scenario = scenario_of(BASE, PlanSpec(gpus=(8,), link=link, gpus_per_node=8, engine=engine), 8)
     found = scaling.levers(BASE.profile, dataclasses.replace(scenario, bucket_bytes=bucket))
     assert all(lever.gain >= 0 for lever in found if lever.bound)
 
 
-def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
+def test_only_ddp_with_fp32_gradients_can_send_16_bits() -> None:
     def names(**options: Any) -> set[str]:
         (row,) = plan(BASE, 8, link="pcie3", **options).rows
         return {lever.lever for lever in row.levers}
@@ -269,18 +269,18 @@ def test_options_that_contradict_each_other_or_the_source_are_refused(
 
 @pytest.mark.parametrize("device", ["CPU", "NVIDIA H100 80GB HBM3"])
 @pytest.mark.parametrize("link", ["nvlink4", "gloo-loopback", "ethernet10"])
-def test_a_cpus_profile_with_links_of_gpus_is_warned_of(device: str, link: str) -> None:
+def test_a_cpu_profile_with_gpu_links_gives_a_warning(device: str, link: str) -> None:
     predicted = plan(source(profile=profile(device=device)), 1, 2, link=link)
     assert bool(predicted.warnings) == ((device, link) == ("CPU", "nvlink4"))
 
 
-def test_a_model_is_named_or_a_configuration() -> None:
+def test_a_model_is_a_known_name_or_a_configuration() -> None:
     for name, parameters in (("bert-base", 109_474_560), ("crammed-bert", 119_589_889)):
         assert num_parameters(*scaling.find_model(name)[:2]) == parameters
     assert raised_issues(scaling.find_model, "bert-bse")[0].setting == "--model"
 
 
-def test_a_prediction_outside_its_interval_is_warned_of_first() -> None:
+def test_a_prediction_outside_its_interval_gives_the_first_warning() -> None:
     predicted = plan(source(), 1, 2, 4)
     (cell,) = predicted.measured[:1]
     cells = [cell.model_copy(update={"cell": f"ddp-n{n}", "within": n == 4}) for n in (2, 4)]

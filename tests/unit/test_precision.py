@@ -1,4 +1,4 @@
-"""What `precision: auto` is, by CPU, engine and checkpoint: the same for launcher and ranks."""
+"""Tests of `precision: auto`: launcher and ranks choose alike by device, engine and checkpoint."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ AUTO = make_config("precision=auto", "run.device=cpu")
         ("Features : fp asimd bf16 i8mm", ()),
     ],
 )
-def test_units_are_the_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[str, ...]) -> None:
+def test_bf16_units_are_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[str, ...]) -> None:
     text = f"processor\t: 0\nmodel name\t: a CPU\n{line}\n\nprocessor\t: 1\n{line}\n"
     root = write_files(tmp_path, {"proc/cpuinfo": text})
     assert bf16_units(root) == units
@@ -70,7 +70,7 @@ def test_auto_precision(setting: str, on_gpu: bool, has_bf16: bool, kept: str | 
         assert decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=has_bf16, kept=kept) == chosen
 
 
-def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_bf16_decides_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = dataclasses.replace(ENGINES["deepspeed"], refused_precisions=("fp64", "fp16", "bf16"))
     monkeypatch.setitem(ENGINES, "deepspeed", facts)
     assert decide_precision("auto", ["ddp", "deepspeed"], on_gpu=False, has_bf16=True) == "fp32"
@@ -86,7 +86,7 @@ def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.M
         ([False, True], (), None, "fp32"),
         ([True, True], ("precision=fp32",), None, "fp32"),
         ([True], (), "fp32", "fp32"),
-        ([True, False], (), "bf16", "bf16"),  # a run that goes on keeps its own
+        ([True, False], (), "bf16", "bf16"),  # a resumed run keeps its precision
     ],
 )
 def test_ranks_compute_in_bf16_only_if_all_of_them_can(
@@ -103,18 +103,18 @@ def test_ranks_compute_in_bf16_only_if_all_of_them_can(
 @pytest.mark.parametrize(
     ("capability", "chosen"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((9, 0), "bf16")]
 )
-def test_gpus_multiply_bf16_since_ampere(
+def test_auto_is_bf16_on_gpus_since_ampere(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
 ) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (asked.append(of), capability)[1])
+    queried: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (queried.append(of), capability)[1])
     gpu = torch.device("cuda", 3)
     assert devices.choose_precision("auto", gpu).name == chosen
-    assert asked == [gpu], "machines may hold GPUs of two kinds"
+    assert queried == [gpu], "a machine may have GPUs of two kinds"
 
 
 @pytest.mark.parametrize(("machine", "chosen"), [(WITH, "bf16"), (WITHOUT, "fp32")])
-def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
+def test_launcher_and_ranks_use_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "bf16_units", lambda: machine.bf16_units)
@@ -131,7 +131,7 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     assert (spec.precision, spec.config.precision) == (chosen, "auto")
 
 
-def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoint(tmp_path: Path) -> None:
+def test_memory_advice_uses_the_precision_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         files.write_json(tmp_path / "environment.json", machine.to_json())
@@ -141,14 +141,14 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
             assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
 
 
-def test_a_dry_run_names_what_auto_is_and_warns_of_what_is_emulated(
+def test_a_dry_run_shows_the_chosen_precision_and_warns_of_emulation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     run_dir = tmp_path / "run"
 
     def dry_run(machine: Environment, *settings: str) -> tuple[str, bool]:
-        """The precision of the estimate, and whether there is a warning."""
+        """Return the precision of the estimate, and True if there is a warning."""
         monkeypatch.setattr(environment, "probe", lambda *_: machine)
         loaded, console = job.load(None, ["run.device=cpu", *settings], run_dir), Console(width=400)
         assert train.train(loaded, RunOptions("1", run_dir, dry_run=True), console) == 0
@@ -161,10 +161,10 @@ def test_a_dry_run_names_what_auto_is_and_warns_of_what_is_emulated(
     config = job.load(None, ["run.device=cpu"]).config
     facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
     write_files(run_dir / "checkpoints/step-00000001", {"state.json": json.dumps(facts)})
-    assert dry_run(WITHOUT)[0] == "bf16", "a run that goes on has its own"
+    assert dry_run(WITHOUT)[0] == "bf16", "a resumed run keeps its precision"
 
 
-def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:
+def test_a_run_without_a_summary_reports_the_precision_of_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     facts: dict[str, Any]
     for facts, chosen in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
@@ -181,7 +181,7 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
         ("bf16", "cpu", "medium"),
     ],
 )
-def test_fp32_products_are_in_tf32_only_beside_16_bits(name: str, device: str, allowed: str) -> None:
+def test_fp32_products_use_tf32_only_in_16_bit_runs(name: str, device: str, allowed: str) -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")

@@ -1,4 +1,4 @@
-"""`predict`: what is read of a file, and what is said of each example; `bert_dp.load`."""
+"""Tests of `predict` (reading files, outputs per example) and of `bert_dp.load`."""
 
 import contextlib
 import gzip
@@ -34,7 +34,7 @@ ROWS = [
 ]
 
 
-def test_an_encoding_is_the_mean() -> None:
+def test_an_encoding_is_the_mean_of_the_hidden_states() -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
     encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD, MOST)
     for row, encoding in zip(ROWS, encodings, strict=True):
@@ -44,13 +44,13 @@ def test_an_encoding_is_the_mean() -> None:
 
 
 def answers(run: Path, texts: Any, precision: str = "auto") -> tuple[list[Any], list[Any]]:
-    """The lines of these texts, and what was reported."""
+    """Return the output lines of `texts` and the progress reports."""
     reports: list[tuple[str, int, int | None]] = []
     tell = lambda *now: reports.append(now)  # noqa: E731
     return list(prediction.predict(prediction.open_predictor(run, precision), texts, tell)), reports
 
 
-def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_have_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
     whole, _ = answers(run, texts)
@@ -67,14 +67,14 @@ def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytes
     assert reports[-1] == ("examples", 50, 50)
 
 
-LOST = "\u043c\u0438\u0440"  # a text of which the tokenizer keeps nothing
+LOST = "\u043c\u0438\u0440"  # the tokenizer drops this text completely
 
 
 @pytest.mark.parametrize("form", ["labels", "encodings"])
-def test_a_text_of_which_no_token_is_left_has_no_label(
+def test_a_text_without_tokens_has_no_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    """In pairs each side counts; a file of nothing else is refused, and nothing is written."""
+    """A pair needs tokens in both texts. A file without any usable example is refused before writing."""
     monkeypatch.setattr(prediction, "SORTED_EXAMPLES", 2)
     config = config_of("quickstart", model=SMALL)
     run = write_run(tmp_path / "run", config if form == "encodings" else finetuned(config, "recipe"))
@@ -87,8 +87,8 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
     assert [line["index"] for line in lines] == [0, 1, 2, 3]
     assert lines[1:] == [{"index": i, "tokens": 0} for i in (1, 2, 3)]
     assert ("label" in lines[0]) == (form == "labels")
-    for said in ("3 of 4 examples", "index 1", f"({4 * len(LOST)} of "):
-        assert said in printed.err
+    for part in ("3 of 4 examples", "index 1", f"({4 * len(LOST)} of "):
+        assert part in printed.err
     out = tmp_path / "new" / "out.jsonl"
     for name, columns in (("lost.txt", {}), ("lost.csv", pair)):
         (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / name), out=out, **columns)
@@ -97,7 +97,7 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
 
 
 @pytest.mark.parametrize(("is_finetuned", "special"), [(False, 1), (True, 2)])
-def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
+def test_a_text_may_fill_all_positions_except_those_of_special_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_finetuned: bool, special: int
 ) -> None:
     config = config_of("quickstart", model=SMALL)
@@ -116,10 +116,8 @@ def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
     assert lengths == [128, 128]
 
 
-def test_what_an_exported_directory_predicts_by_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Length, labels and tokenizer are those of export.json, wherever its run is."""
+def test_exported_files_decide_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Length, labels and tokenizer come from export.json, not from the run."""
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr(load_exported, "open_directory", lambda *_: None)
     config = finetuned(config_of("quickstart", model=SMALL), "recipe", pooling="mean")
@@ -137,8 +135,8 @@ def test_what_an_exported_directory_predicts_by_is_its_own(
     assert prediction.open_predictor(out).finetune is None
 
 
-def test_a_run_that_has_diverged_predicts_nothing() -> None:
-    """Nor where a single example is not finite."""
+def test_a_diverged_run_predicts_nothing() -> None:
+    """One output that is not finite makes the prediction fail."""
 
     def compute(ids_BS: torch.Tensor, real_BS: torch.Tensor) -> torch.Tensor:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
@@ -151,8 +149,7 @@ def test_a_run_that_has_diverged_predicts_nothing() -> None:
 
 
 @pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
-def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> None:
-    """Truncated, and no such file at all."""
+def test_a_damaged_model_file_gives_one_line(tmp_path: Path, form: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
     small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 64}
@@ -165,7 +162,7 @@ def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> 
         assert "\n" not in str(caught.value)
 
 
-def test_batches_are_sorted_bounded_and_whole() -> None:
+def test_batches_are_bounded_and_cover_all_examples() -> None:
     lengths = np.random.default_rng(0).integers(1, 130, 200)
     found = list(prediction.batches(lengths, 100))
     assert sorted(np.concatenate(found).tolist()) == list(range(200))
@@ -173,7 +170,7 @@ def test_batches_are_sorted_bounded_and_whole() -> None:
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
 
 
-def test_bf16_is_near_and_auto_is_fp32_without_a_gpu(tmp_path: Path) -> None:
+def test_bf16_is_close_to_fp32_and_auto_is_fp32_without_a_gpu(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: n + 1]),) for n in range(5)]
     found = {precision: answers(run, texts, precision=precision)[0] for precision in ("auto", "fp32", "bf16")}
@@ -182,7 +179,7 @@ def test_bf16_is_near_and_auto_is_fp32_without_a_gpu(tmp_path: Path) -> None:
     assert 0 < np.abs(wide - narrow).max() < 0.05 * max(1.0, np.abs(wide).max())
 
 
-def test_labels_and_their_probabilities() -> None:
+def test_labels_have_probabilities() -> None:
     logits = np.array([0.0, math.log(3), -800.0])
     names = ("no", "yes", "never")
     single = prediction.labelled(logits, FinetuneConfig(labels=names))
@@ -193,7 +190,7 @@ def test_labels_and_their_probabilities() -> None:
     assert prediction.labelled(np.array([2.123456789]), regression) == {"score": 2.123457}
 
 
-def test_what_is_read_of_a_file(tmp_path: Path) -> None:
+def test_texts_are_read_from_every_file_format(tmp_path: Path) -> None:
     records = [{"text": "one", "a": "x", "b": "y"}, {"text": "two, and", "a": "v", "b": "w"}]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     tables = {"a.tsv": "a\tb\nx\ty\nv\tw\n", "a.csv": 'text\none\n"two, and"\n'}
@@ -205,12 +202,12 @@ def test_what_is_read_of_a_file(tmp_path: Path) -> None:
         assert prediction.read_texts(str(tmp_path / name), ["a", "b"]) == [("x", "y"), ("v", "w")]
 
 
-def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
+def test_an_invalid_example_gives_one_line(tmp_path: Path) -> None:
     write_files(
         tmp_path,
         {"a.txt": "one\n\nthree\n", "empty.txt": "", "a.csv": "a,b\n1,2\n", "b.csv": "text\n' '\n\"\"\n"},
     )
-    for name, columns, said in (
+    for name, columns, part in (
         ("a.txt", [], "line 2 "),
         ("empty.txt", [], "contains no example"),
         ("a.csv", [], "string 'text' (got keys ['a', 'b']); choose a column with --text"),
@@ -218,18 +215,18 @@ def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
         ("", [], "cannot be read"),
     ):
         (line,) = issues_of(prediction.read_texts, str(tmp_path / name), columns)
-        assert said in line
+        assert part in line
 
 
 @pytest.mark.parametrize(("out", "kind"), [("a.txt", "exists"), ("a.txt/b", "not_found")])
-def test_a_place_that_cannot_be_written_is_an_issue(tmp_path: Path, out: str, kind: str) -> None:
+def test_an_output_path_that_cannot_be_written_is_refused(tmp_path: Path, out: str, kind: str) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     (tmp_path / "a.txt").write_text("one\n")
     (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / "a.txt"), out=tmp_path / out)
     assert (issue.setting, issue.kind) == ("--out", kind)
 
 
-def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
+def test_an_unfinished_output_file_does_not_appear(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.jsonl"
     with contextlib.suppress(KeyboardInterrupt), prediction.destination(out) as file:
         file.write("1\n")
@@ -242,19 +239,19 @@ def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     assert out.read_text() == "1\n"
 
 
-# --- a model for use
+# --- bert_dp.load
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run, with a tokenizer."""
+    """Return a run directory with a tokenizer."""
     path = shutil.copytree(FIXTURES / "stopped-run", tmp_path / "run")
     words = tokenizer.train(["a cat sat on a mat"], model="wordpiece", vocab_size=60, with_normalizer=True)
     words.save(str(path / "tokenizer.json"))
     return path
 
 
-def test_weights_mode_and_tokenizer(run_dir: Path) -> None:
+def test_load_returns_the_model_in_eval_mode_and_the_tokenizer(run_dir: Path) -> None:
     model, words = bert_dp.load(str(run_dir))
     saved = load_file(run_dir / "checkpoints/step-00000012/model.safetensors")
     assert model.state_dict().keys() == saved.keys()
@@ -269,7 +266,7 @@ def test_weights_mode_and_tokenizer(run_dir: Path) -> None:
     assert logits.shape == (8, len(saved["model.embeddings.tok_embeddings.weight"]))
 
 
-def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir: Path) -> None:
+def test_load_takes_the_newest_valid_checkpoint_or_the_given_one(run_dir: Path) -> None:
     good = run_dir / "checkpoints/step-00000012"
     torn = shutil.copytree(good, run_dir / "checkpoints/step-00000013")
     (torn / "model.safetensors").write_bytes(b"torn")
@@ -282,7 +279,7 @@ def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir:
     assert {tensor.dtype for tensor in bert_dp.load(wide)[0].parameters()} == {torch.float64}
 
 
-def test_what_cannot_be_loaded_is_named(run_dir: Path, tmp_path: Path) -> None:
+def test_load_names_what_it_cannot_read(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no valid checkpoint" in issues_of(bert_dp.load, tmp_path / "empty")[0]
     (run_dir / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A rank before it imports torch: its heartbeat, and logs and records on a disk that is full."""
+"""Tests of a rank before it imports torch: the heartbeat, and logs and records on a full disk."""
 
 import os
 import re
@@ -37,8 +37,8 @@ def beat(path: Path) -> Iterator[HeartbeatWriter]:
     writer.close()
 
 
-def test_a_reader_sees_every_field_and_places_rise_through_a_step(path: Path, beat: HeartbeatWriter) -> None:
-    """Who waits for the data of a micro batch is behind who has it, and ahead of who is in the one before."""
+def test_a_reader_sees_every_field_and_progress_within_a_step(path: Path, beat: HeartbeatWriter) -> None:
+    """A rank that waits for a micro batch is behind one that has it and ahead of one in the previous one."""
     first, places = read(path), []
     assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
     beat.enter("step", 6)
@@ -65,7 +65,7 @@ def test_a_reader_sees_every_field_and_places_rise_through_a_step(path: Path, be
 def test_a_silent_rank_is_reported_once_for_each_silence(
     path: Path, monkeypatch: pytest.MonkeyPatch, beat: HeartbeatWriter
 ) -> None:
-    """Also after a report that failed; an error there must not end the thread."""
+    """A failed report must not end the thread."""
     monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.02)
     before, reports = read(path), list[tuple[int, float]]()
 
@@ -85,22 +85,22 @@ def test_a_silent_rank_is_reported_once_for_each_silence(
     assert [progress for progress, _ in reports] == [before.progress, before.progress + 1]
 
 
-def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None:
+def test_a_closed_heartbeat_ends_its_thread_and_keeps_its_file(path: Path) -> None:
     def descriptors() -> int:
         return sum(link.exists() and link.samefile(path) for link in Path("/proc/self/fd").iterdir())
 
     before = set(threading.enumerate())
     beat = HeartbeatWriter(path)
     (thread,) = set(threading.enumerate()) - before
-    assert descriptors() == 1, "of the mapping alone"
+    assert descriptors() == 1, "only the mapping has a descriptor"
     beat.close()
     thread.join(30)
     assert not thread.is_alive()
     assert path.exists(), "the launcher still reads it"
 
 
-def test_an_earlier_file_is_replaced_and_one_that_is_torn_or_cannot_be_is_none(path: Path) -> None:
-    path.parent.write_text("in the place of the directory")
+def test_an_earlier_heartbeat_is_replaced_and_an_unreadable_one_is_none(path: Path) -> None:
+    path.parent.write_text("not a directory")
     beat = HeartbeatWriter(path)
     beat.enter("step", 1)
     beat.close()
@@ -119,8 +119,8 @@ def test_an_earlier_file_is_replaced_and_one_that_is_torn_or_cannot_be_is_none(p
     assert read_heartbeat(path) is None
 
 
-def test_a_beat_is_no_system_call(beat: HeartbeatWriter) -> None:
-    """Goal 2 microseconds, observed; what makes it cheap is that it only stores to memory."""
+def test_a_heartbeat_makes_no_system_call(beat: HeartbeatWriter) -> None:
+    """Only memory is written. The time (goal: 2 microseconds) is recorded but not checked."""
 
     def writes() -> int:
         return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])
@@ -149,13 +149,13 @@ def test_a_log_that_cannot_be_written_does_not_end_a_process(tmp_path: Path, fol
     command = [sys.executable, "-c", script, str(tmp_path / "end")]
     environ = {**os.environ, files.LOG_DIR: str(tmp_path / folder)}
     done = subprocess.run(command, env=environ, capture_output=True, check=False)
-    assert done.returncode == 0  # 120 is a flush that failed at the interpreter's end
+    assert done.returncode == 0  # 120 would be a failed flush at interpreter exit
     assert (tmp_path / "end").read_text() == "reached"
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path: Path) -> None:
-    """And no other user can read it."""
+def test_a_restarted_rank_appends_to_its_log(tmp_path: Path) -> None:
+    """No other user can read the log."""
     script = (
         "import os, sys\n"
         "from bert_dp.training.process import redirect_output\n"
@@ -173,8 +173,8 @@ def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_process_follows_its_own_launcher_alone() -> None:
-    """A launcher that has gone before, or whose pid is another process's by now, is gone."""
+def test_a_rank_exits_if_its_own_launcher_is_gone() -> None:
+    """A launcher is also gone if its pid now belongs to another process."""
     script = (
         "import os\n"
         "from bert_dp.training.process import follow_launcher\n"
@@ -194,7 +194,7 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
 
 
 def test_failed_writes_are_counted_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a full disk, and to a full pipe that does not block."""
+    """Writes fail on a full disk and on a full non-blocking pipe."""
     monkeypatch.setattr(TolerantFile, "failed_writes", 0)
     descriptor, (reader, writer) = os.open("/dev/full", os.O_WRONLY), os.pipe()
     file = TolerantFile(descriptor)
@@ -208,14 +208,14 @@ def test_failed_writes_are_counted_and_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert TolerantFile.failed_writes > 2
 
 
-def test_the_first_missing_line_is_reported(tmp_path: Path) -> None:
-    said, lost = list[str](), tmp_path / "metrics.jsonl"
-    records = Records(tmp_path, said.append)
+def test_only_the_first_missing_line_is_reported(tmp_path: Path) -> None:
+    seen, lost = list[str](), tmp_path / "metrics.jsonl"
+    records = Records(tmp_path, seen.append)
     lost.mkdir()  # so that it cannot be written
     for step in range(10, 60, 10):
         records.append("metrics.jsonl", {"step": step})
         records.append("evals.jsonl", {"step": step})
-    assert said == [f"warning: could not write step 10 to metrics.jsonl: [Errno 21] Is a directory: '{lost}'"]
+    assert seen == [f"warning: could not write step 10 to metrics.jsonl: [Errno 21] Is a directory: '{lost}'"]
     assert records.failed_writes == 5
     lost.rmdir()
     records.append("metrics.jsonl", {"step": 60})

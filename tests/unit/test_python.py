@@ -1,5 +1,4 @@
-"""bert-dp from Python: what an import loads, what a Run is, what is raised, what the shell completes. No rank
-is started."""
+"""Tests of bert-dp's Python interface: imports, Run objects and exceptions. No rank is started."""
 
 import json
 import os
@@ -23,8 +22,8 @@ from tests.report_fixture import SUMMARY, make_run
 from tests.states import FACTS
 
 
-def test_an_import_loads_nothing_and_train_no_torch() -> None:
-    """And public names stay callable after every submodule is imported."""
+def test_an_import_loads_no_dependency_and_train_does_not_load_torch() -> None:
+    """Public names stay callable after every submodule is imported."""
     code = (
         "import sys, bert_dp\n"
         "assert set(bert_dp._MODULES) < set(dir(bert_dp))\n"
@@ -66,7 +65,7 @@ def test_runs_of_a_directory_are_rows_with_their_settings(tmp_path: Path) -> Non
     assert line.startswith("DIR: ")
 
 
-def test_what_a_run_is(tmp_path: Path) -> None:
+def test_read_run_returns_summary_metrics_and_paths(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     (path / "report.html").write_text("a page")
     write_files(path, {"checkpoints/step-00000100/state.json": "not read here"})
@@ -76,7 +75,7 @@ def test_what_a_run_is(tmp_path: Path) -> None:
     assert [line["step"] for line in run.metrics] == list(range(10, 110, 10))
     assert [line["loss"] for line in run.evals] == [6.25]
     assert all(not isinstance(v, (dict, list)) for line in (*run.metrics, *run.evals) for v in line.values())
-    assert run.checkpoint is None  # what cannot be read is none
+    assert run.checkpoint is None  # an unreadable checkpoint does not count
     assert run.report == path / "report.html"
     assert len(repr(run)) < 400 + len(str(path))
     for name in ("summary.json", "report.html"):
@@ -102,11 +101,11 @@ def test_what_a_run_is(tmp_path: Path) -> None:
         ({}, {}),
     ],
 )
-def test_settings_reach_the_verb_as_they_are(settings: dict[str, Any], tree: dict[str, Any]) -> None:
+def test_settings_reach_the_verb_unchanged(settings: dict[str, Any], tree: dict[str, Any]) -> None:
     assert parse_overrides(list(overrides(settings))) == tree
 
 
-def test_a_setting_that_is_no_value_is_refused() -> None:
+def test_a_setting_of_an_unsupported_type_is_refused() -> None:
     with pytest.raises(TypeError, match="PathLike"):
         list(overrides({"a": object()}))
 
@@ -131,35 +130,35 @@ def test_bad_input_raises_every_issue_and_writes_nothing(
     assert capfd.readouterr().err == ""
 
 
-def test_what_is_asked_for_reaches_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(api, "_follow", lambda words, **_: asked.append(words) or api._Outcome(0, []))
+def test_arguments_reach_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(api, "_follow", lambda words, **_: calls.append(words) or api._Outcome(0, []))
     monkeypatch.chdir(tmp_path)
     path = make_run(tmp_path / "run")
     write_files(path, {"checkpoints/step-00000100/state.json": json.dumps({**FACTS, "step": 100})})
     more = {"resume": Path("/x/step-1"), "launcher": "accelerate", "settings": {"schedule.steps": 20}}
     run = bert_dp.train(nproc=3, run_dir=path, **more)
     options = f"--nproc 3 --launcher accelerate --run-dir {path} --resume /x/step-1 --set schedule.steps=20"
-    assert asked == [["train", *options.split(), "--"]]
+    assert calls == [["train", *options.split(), "--"]]
     assert run.checkpoint == path / "checkpoints" / "step-00000100"
     bert_dp.train("quickstart")
-    place = Path(asked[1][asked[1].index("--run-dir") + 1])
+    place = Path(calls[1][calls[1].index("--run-dir") + 1])
     assert re.fullmatch(r"runs/quickstart-\d{8}-\d{6}", str(place.relative_to(tmp_path)))
-    assert asked[1][-2:] == ["--", "quickstart"]
+    assert calls[1][-2:] == ["--", "quickstart"]
 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
-    """Makes the verb end as told, in a directory that an earlier start has left as failed."""
+    """Return a function that sets how the verb ends, in a directory with a failed earlier start."""
     older = failed("older", "killed", where="older.py:1", fix=["an older fix"])
     path = make_run(tmp_path / "run", summary=older)
 
-    def end(code: int, summary: dict[str, Any] | None, *said: str, interrupted: bool = False) -> Path:
+    def end(code: int, summary: dict[str, Any] | None, *output: str, interrupted: bool = False) -> Path:
         def follow(_: object, **__: object) -> api._Outcome:
             if summary is not None:
                 (path / "summary.json").unlink()
                 write_files(path, {"summary.json": json.dumps(summary)})
-            return api._Outcome(code, ["some line", *said], interrupted)
+            return api._Outcome(code, ["some line", *output], interrupted)
 
         monkeypatch.setattr(api, "_follow", follow)
         return path
@@ -169,14 +168,14 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path
 
 NO_SPACE = ["error: /x: No space left on device"]
 CARD = ["failed: the run directory was deleted", "  fix: start again", "  | step 3"]
-HANG = failed("stood still", "hang", rank=1)
+HANG = failed("no progress", "hang", rank=1)
 MEMORY = failed("no memory", where="a.py:3", fix=["batch.micro_size=4"])
 
 
 @pytest.mark.parametrize(
-    ("code", "summary", "said", "kind", "lines"),
+    ("code", "summary", "output", "kind", "lines"),
     [
-        (1, HANG, NO_SPACE, "hang", ["rank 1: stood still"]),
+        (1, HANG, NO_SPACE, "hang", ["rank 1: no progress"]),
         (1, MEMORY, [], "error", ["no memory", "at a.py:3", "batch.micro_size=4"]),
         (143, {"status": "stopped", "signal": 15}, NO_SPACE, "stopped", ["SIGTERM: stopped"]),
         (1, None, NO_SPACE, "error", ["/x: No space left on device"]),
@@ -184,28 +183,28 @@ MEMORY = failed("no memory", where="a.py:3", fix=["batch.micro_size=4"])
         (-9, None, NO_SPACE, "killed", ["killed by signal 9"]),
     ],
 )
-def test_a_failure_raises_with_its_kind_its_cause_and_what_to_do(
+def test_a_failure_raises_with_kind_cause_and_hint(
     ended: Callable[..., Path],
     code: int,
     summary: dict[str, Any] | None,
-    said: list[str],
+    output: list[str],
     kind: str,
     lines: list[str],
 ) -> None:
-    path = ended(code, summary, *said)
+    path = ended(code, summary, *output)
     with pytest.raises(bert_dp.TrainingFailed) as caught:
         bert_dp.train(run_dir=path)
     assert caught.value.kind == kind
     assert caught.value.cause.startswith(lines[0])
     assert caught.value.run.directory == path
-    told = str(caught.value).splitlines()
-    assert told[-1] == f"run: {path}"
-    assert told[0].startswith(lines[0])
-    assert told[1:-1] == lines[1:]
+    shown = str(caught.value).splitlines()
+    assert shown[-1] == f"run: {path}"
+    assert shown[0].startswith(lines[0])
+    assert shown[1:-1] == lines[1:]
 
 
 @pytest.mark.parametrize("code", [130, 0, -2, 129])
-def test_an_interrupt_is_raised_whatever_the_verb_made_of_it(ended: Callable[..., Path], code: int) -> None:
+def test_an_interrupt_is_raised_for_any_exit_code(ended: Callable[..., Path], code: int) -> None:
     path = ended(code, {"status": "stopped"}, interrupted=True)
     with pytest.raises(KeyboardInterrupt, match="resumes the run"):
         bert_dp.train(run_dir=path)

@@ -1,4 +1,4 @@
-"""The learning rate rules: published values, the equation that a run prints, and what is refused."""
+"""Tests of the learning rate rules: published values, the printed equation and refusals."""
 
 import re
 from operator import attrgetter
@@ -15,19 +15,19 @@ from tests.helpers import CONFIGS, TINY_MODEL, issues_of, make_config
 
 def value_of(equation: str) -> float:
     """Evaluate the right side of a printed equation `X = A [x] [sqrt](B / C)...` and compare it with X."""
-    told, _, right = equation.partition(" = ")
+    left, _, right = equation.partition(" = ")
     match = re.match(r"([\d.e+-]+) (?:x )?(sqrt)?\((\d+) / (\d+)\)", right)
     assert match is not None, equation
     base, root, above, below = match.groups()
     ratio = int(above) / int(below)
     value = float(base) * (ratio**0.5 if root else ratio)
-    assert float(told) == pytest.approx(value, rel=1e-3)
+    assert float(left) == pytest.approx(value, rel=1e-3)
     return value
 
 
 @pytest.mark.parametrize("halvings", range(7))
 def test_untuned_lamb_has_the_published_rates(halvings: int) -> None:
-    """arXiv 1904.00962, the table of batches 512 to 32K: 5 / (2^(n / 2) x 10^3)."""
+    """arXiv 1904.00962 lists 5 / (2^(n / 2) x 10^3) for batches from 512 to 32K."""
     batch, lr = 2**15 >> halvings, 5e-3 / 2 ** (halvings / 2)
     peak = peak_lr(make_config("optim.name=lamb", "optim.lr=auto", f"batch.global_size={batch}"))
     assert peak.value == pytest.approx(lr, rel=1e-12)
@@ -40,9 +40,9 @@ def test_untuned_lamb_has_the_published_rates(halvings: int) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
-@settings(deadline=None, max_examples=20)  # loading many configurations, on a busy machine
+@settings(deadline=None, max_examples=20)  # loading many configurations is slow
 @given(lr=st.floats(1e-6, 1.0), batch=st.integers(1, 2**14), factor=st.integers(1, 64), down=st.booleans())
-def test_the_rate_follows_the_batch_by_the_power_of_the_rule(
+def test_the_rate_scales_with_the_batch_to_the_power_of_the_rule(
     name: str, rule: str, power: float, lr: float, batch: int, factor: int, down: bool
 ) -> None:
     at, size = (batch * factor, batch) if down else (batch, batch * factor)
@@ -67,7 +67,7 @@ def test_the_rate_follows_the_batch_by_the_power_of_the_rule(
         ("lr_scaling=linear", "lr_scaling: linear needs lr_batch"),
     ],
 )
-def test_what_the_rules_cannot_answer_is_refused(settings: str, words: str) -> None:
+def test_incompatible_rate_settings_are_refused(settings: str, words: str) -> None:
     (line,) = issues_of(make_config, *(f"optim.{item}" for item in settings.split()))
     assert line.startswith("optim: ")
     assert words in line
@@ -81,7 +81,7 @@ def peak_at(config: Config, step: int) -> float:
     return peak_lr(config).value * lr_factor(config.schedule, step / config.schedule.steps)
 
 
-def test_lamb_32k_is_the_two_phase_run_of_the_rule() -> None:
+def test_lamb_32k_has_the_published_two_phases() -> None:
     first, second = (load_config(CONFIGS / f"{name}.yaml") for name in ("lamb-32k", "lamb-32k-phase2"))
     assert (first.schedule.steps, second.schedule.steps) == (14_063, 1_562)
     assert 14_063 + 1_562 == 15_625  # all steps of the table's 32K column
@@ -91,7 +91,7 @@ def test_lamb_32k_is_the_two_phase_run_of_the_rule() -> None:
     rates = [peak_at(first, step) for step in range(14_063)]
     assert rates.index(max(rates)) == 3_125  # the warm-up of the untuned rule
     assert max(rates) == pytest.approx(5e-3, rel=1e-4)
-    # phase 2 starts where one linear decay over both phases has come to
+    # phase 2 starts at the rate that one linear decay over both phases would have
     assert peak_at(second, 0) == pytest.approx(5e-3 * 1_562 / (15_625 - 3_125), rel=1e-9)
 
 
@@ -112,7 +112,7 @@ def test_nvidias_two_phases_are_as_published(phase, batch, lr, warmup, steps, le
     ("first", "second"), [("lamb-32k", "lamb-32k-phase2"), ("nvidia-64k-phase1", "nvidia-64k-phase2")]
 )
 def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> None:
-    """Both have one model and one tokenizer, and no tensor whose shape follows the sequence length."""
+    """Both have the same model and tokenizer, and no tensor's shape depends on the sequence length."""
     one, two = (load_config(CONFIGS / f"{name}.yaml") for name in (first, second))
     assert two.run.init_from == f"runs/{first}"
     assert one.model == two.model
@@ -122,6 +122,6 @@ def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> N
     learned = tiny.model_copy(update={"position": "learned"})
     with pytest.raises(RuntimeError, match="position_embeddings"):
         build_model(learned, 64, seed=1).load_state_dict(build_model(learned, 16, seed=0).state_dict())
-    # the same documents are held out
+    # both phases hold out the same documents
     for same in ("data.sources", "data.tokenizer", "data.build", "run.seed"):
         assert attrgetter(same)(one) == attrgetter(same)(two), same

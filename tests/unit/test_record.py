@@ -1,4 +1,4 @@
-"""Records: whole lines or none, null for what is not finite, atomic files, locks, process identity."""
+"""Tests of record files: whole lines, null for NaN and infinity, atomic writes, locks, process identity."""
 
 import errno
 import json
@@ -41,11 +41,11 @@ def test_lines_are_appended_read_and_cut_back(tmp_path: Path) -> None:
     for until, kept in ((8, 4), (5, 2), (4, 2), (-1, 0)):
         files.cut_back(path, until)
         assert list(files.read_lines(path)) == lines[:kept]
-        assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:kept]), "numbers as they were"
+        assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:kept]), "unchanged"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_become_null(tmp_path: Path, value: float) -> None:
     files.append_line(tmp_path / "a", evaluation(1, value))
     (line,) = files.read_lines(tmp_path / "a")
     assert line["loss"] is None
@@ -54,7 +54,7 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
 
 
 @given(cut=st.integers(0, 400))
-def test_a_file_torn_anywhere_gives_its_whole_lines(
+def test_a_truncated_file_gives_its_complete_lines(
     tmp_path_factory: pytest.TempPathFactory, cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "evals.jsonl"
@@ -95,14 +95,14 @@ def test_damaged_json_is_none_and_ends_the_lines(tmp_path: Path, content: bytes)
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_what_is_no_regular_file_is_no_record(tmp_path: Path) -> None:
+def test_only_a_regular_file_is_read_as_a_record(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "absent", tmp_path / "pipe", Path("/dev/zero"), Path("a\0b")):
         assert files.read_json(path) is None
     assert list(files.read_lines(tmp_path / "pipe")) == []
 
 
-def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
+def test_a_failed_write_names_its_file_and_keeps_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "summary.json"
@@ -119,14 +119,14 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp_path: Path) -> None:
-    """Else the one who waited and the next one to come would both hold it."""
+def test_a_lock_whose_file_was_removed_is_taken_on_a_new_file(tmp_path: Path) -> None:
+    """On the removed file, the waiting process and the next one would both hold the lock."""
     path, taken = tmp_path / ".lock", []
     held = files.lock(path)
     assert held is not None
     waiting = threading.Thread(target=lambda: taken.append(files.lock(path, wait=True)))
     waiting.start()
-    # it is open by its holder, and by the one who waits
+    # the holder and the waiting thread have the file open
     wait_for(lambda: [each.path for each in psutil.Process().open_files()].count(str(path)) == 2, 10)
     path.unlink()
     held.close()
@@ -137,7 +137,7 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp
     second.close()
 
 
-def test_a_file_of_just_the_largest_size_is_read(tmp_path: Path) -> None:
+def test_a_file_of_exactly_the_largest_size_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for size in (5, 2**20, 2**20 + 1):
         path.write_bytes(b"x" * size)
@@ -147,15 +147,15 @@ def test_a_file_of_just_the_largest_size_is_read(tmp_path: Path) -> None:
         assert caught.value.errno == errno.EFBIG
 
 
-def test_start_ticks_survives_a_name_with_brackets_and_spaces(tmp_path: Path) -> None:
+def test_start_ticks_are_read_for_a_name_with_brackets_and_spaces(tmp_path: Path) -> None:
     (program := tmp_path / "a ) b").symlink_to("/bin/sleep")
     with subprocess.Popen([str(program), "30"]) as process:
         assert int(files.start_ticks(process.pid)) >= int(files.start_ticks(os.getpid()))
         process.kill()
 
 
-def test_the_newest_checkpoint_is_one_that_is_whole_and_can_be_read(tmp_path: Path) -> None:
-    """Of a run, of its checkpoints, or of one of them; what a cut-off save left behind is none."""
+def test_the_newest_readable_checkpoint_is_found(tmp_path: Path) -> None:
+    """The path is a run, its checkpoints or one checkpoint. Remains of an interrupted save do not count."""
     folder = tmp_path / "checkpoints"
 
     def leave(name: str, step: int | None) -> Path:
@@ -175,8 +175,8 @@ def test_the_newest_checkpoint_is_one_that_is_whole_and_can_be_read(tmp_path: Pa
     assert (files.newest_checkpoint_facts(tmp_path) or [None])[0] == later
 
 
-def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) -> None:
-    """Else no later line would be read. The limit of a file's size stands for the full disk."""
+def test_a_failed_append_leaves_no_partial_line(tmp_path: Path) -> None:
+    """A partial line would hide all later lines. A limit on the file size simulates a full disk."""
     path = tmp_path / "evals.jsonl"
     files.append_line(path, evaluation(1))
     unlimited, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
@@ -192,7 +192,7 @@ def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) ->
     assert steps(path) == [1, 3]
 
 
-def test_a_card_names_files_and_not_where_they_are() -> None:
+def test_a_card_shows_file_names_without_folders() -> None:
     words = "/usr/bin/bert-dp hf:/data/rope data.sources=[/data/a/x.txt,/data/y.txt] ../runs/crammed 1/2"
     cut = "bert-dp hf:rope data.sources=[x.txt,y.txt] ../runs/crammed 1/2"
     assert " ".join(map(files.without_folders, words.split())) == cut

@@ -1,4 +1,4 @@
-"""What holds of every report, on the page and on the console."""
+"""Tests of properties that every report has, on the page and on the console."""
 
 import io
 import json
@@ -74,13 +74,13 @@ def report(request: pytest.FixtureRequest, tmp_path: Path) -> Report:
     return MAKERS[request.param](tmp_path)
 
 
-def test_the_page_is_one_file_that_runs_our_scripts_alone(report: Report) -> None:
+def test_the_page_is_one_file_that_runs_only_bert_dps_scripts(report: Report) -> None:
     page = read_page(report)
     assert "scattergl" not in json.dumps(page.data)
     assert "n/a" not in json.dumps([trace.get("x") for figure in page.data for trace in figure["data"]])
 
 
-def test_page_and_console_carry_the_same_findings(report: Report) -> None:
+def test_page_and_console_have_the_same_findings(report: Report) -> None:
     page, console = read_page(report).text, unfolded(shown(report))
     texts = [text for v in report.verdicts for text in (v.name, v.text, *v.notes)]
     assert texts or not report.verdicts
@@ -89,7 +89,7 @@ def test_page_and_console_carry_the_same_findings(report: Report) -> None:
         assert unfolded([text]) in console
 
 
-def test_rows_have_a_cell_for_every_column_and_the_console_keeps_to_its_width(report: Report) -> None:
+def test_rows_have_a_cell_for_every_column_and_the_console_stays_within_its_width(report: Report) -> None:
     for table in [table for section in report.sections for table in section.tables]:
         assert {len(row.cells) for row in table.rows} <= {len(table.columns) or 1}
     for width in (60, 80, 120):
@@ -104,7 +104,7 @@ def test_hostile_text_stays_text(report: Report) -> None:
     assert not re.search(r"[\x00\x1b]", re.sub(r"<script.*</script>", "", whole, flags=re.DOTALL))
     assert "<script>alert(1)" in page.text
     texts = [text for figure in page.data for text in strings({**figure, "name": "", "switch": ""})]
-    assert {text for text in texts if "<" in text} <= {HOVER}  # plotly would read it as a tag
+    assert {text for text in texts if "<" in text} <= {HOVER}  # because plotly would read it as a tag
     assert "\\u001b" not in json.dumps(page.data)
     assert "\x1b" not in "\n".join(shown(evil))
 
@@ -117,7 +117,7 @@ def strings(tree: Any) -> list[str]:
     return [tree] if isinstance(tree, str) else []
 
 
-def test_nothing_measured_is_never_zero(report: Report) -> None:
+def test_missing_values_are_not_shown_as_none_or_nan(report: Report) -> None:
     assert not re.search(r"\b(None|nan|inf)\b", read_page(report).text + unfolded(shown(report)))
 
 
@@ -126,24 +126,24 @@ def of_figure(*traces: Line | Bars, rows: tuple[str, ...] = ()) -> Report:
     return Report("report", sections=[ReportSection("", [figure])])
 
 
-def test_a_figure_without_a_measured_number_says_why() -> None:
+def test_a_figure_without_data_says_that_none_were_recorded() -> None:
     ideal = Line("ideal", [1.0, 2.0], [1.0, 2.0], style="dotted")
     for trace, rows in ((ideal, ()), (Line("a", [1.0], [None]), ()), (Bars("part", [0.0, None]), ("a", "b"))):
         assert "no data recorded" in read_page(of_figure(trace, rows=rows)).text
 
 
-def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
+def test_a_line_is_drawn_with_gaps_and_error_bars() -> None:
     low, high = [0.5, None, 2.0, 3.5], [2.0, None, 4.0, 4.5]
     line = Line("a", [1, 2, 3, 4], [1.0, None, 3.0, 4.0], 9, "both", low, high)
     (drawn,) = read_page(of_figure(line)).data[0]["data"]
     assert drawn["y"] == [1.0, None, 3.0, 4.0]
     assert drawn["error_y"]["array"] == [1.0, None, 1.0, 0.5]
     assert drawn["error_y"]["arrayminus"] == [0.5, None, 1.0, 0.5]
-    assert drawn["marker"]["symbol"] != "circle"  # its colour is that of another line
+    assert drawn["marker"]["symbol"] != "circle"  # because another line has the same colour
     assert drawn["line"]["color"] == "c1"
 
 
-def test_a_pointer_tells_the_value_its_interval_and_its_place_in_their_units() -> None:
+def test_hover_text_shows_value_interval_and_position_with_units() -> None:
     line = Line("ddp", [2.0, 4.0], [0.5, 0.25], low=[0.4, None], high=[0.6, None])
     figure = Figure("t", [line], Axis("N", "count"), Axis("y", "percent"))
     (drawn,) = [each for each in drawing(figure)["data"] if "text" in each]
@@ -155,10 +155,10 @@ def test_a_pointer_tells_the_value_its_interval_and_its_place_in_their_units() -
     assert [trace["x"] for trace in drawn["data"]] == [[0.5, 1.5], [0.25, 0.0]]
     assert [note["text"] for note in drawn["layout"]["annotations"]] == ["x", "y"]
     low, high = drawn["layout"]["yaxis"]["range"]
-    assert low > 1 > 0 > high, "from the top down"
+    assert low > 1 > 0 > high, "the first row is at the top"
 
 
-def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> None:
+def test_an_axis_is_drawn_with_its_scale_unit_and_start() -> None:
     line = Line("a", [1.0, 2.0], [1.0, 2.0])
     x = Axis("N", "count", log=True, ticks=[1.0, 1024.0])
     layout = drawing(Figure("t", [line], x, Axis("share", "percent", from_zero=True)))["layout"]
@@ -170,7 +170,7 @@ def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> No
     assert (seconds["ticksuffix"], seconds["exponentformat"]) == ("s", "SI")
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(
+def test_a_page_that_cannot_be_written_gives_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -180,7 +180,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
 
 
-def test_only_a_page_is_replaced(tmp_path: Path) -> None:
+def test_only_a_page_or_an_empty_file_is_overwritten(tmp_path: Path) -> None:
     page, empty, other = (tmp_path / name for name in ("page.html", "empty.html", "other.html"))
     html.write(Report("r"), page)
     empty.write_text("")
@@ -190,7 +190,7 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     assert html.page_issues("--out", tmp_path / "new.html") == []
 
 
-def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None:
+def test_a_table_that_is_too_wide_is_split_and_each_part_names_its_rows() -> None:
     heads = [f"a long head {i}" for i in range(6)]
     rows = [TableRow(name, [TableCell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
     table = Table(rows, heads, title="wide", corner="cell")
@@ -202,7 +202,7 @@ def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None
     assert unfolded(shown(report, 200)).count("cell ") == 1
 
 
-def test_what_is_not_for_the_console_stands_on_the_page_alone() -> None:
+def test_rows_and_sections_can_be_on_the_page_only() -> None:
     rows = [TableRow("seen", (TableCell("1"),)), TableRow("unseen", (TableCell("2"),), console=False)]
     sections = [
         ReportSection("", tables=[Table(rows)], notes=["one note"]),
@@ -217,7 +217,7 @@ def test_what_is_not_for_the_console_stands_on_the_page_alone() -> None:
         assert words in read_page(report).text
 
 
-def test_shards() -> None:
+def test_the_report_of_shards() -> None:
     report = shards_report(SHARDS, Path("my shards"))
     text = unfolded(shown(report, 100))
     for words in ("b.txt 600 1,000 12.3 % 2.0 %", "train 1,200 128,000 1,000", "held-out 12 1,280 10"):
@@ -230,7 +230,7 @@ def test_shards() -> None:
     assert "found cd [x]" in unfolded(shown(report))
 
 
-def test_a_report_ends_with_its_page_and_what_comes_next() -> None:
+def test_a_report_ends_with_its_page_and_the_next_command() -> None:
     out = io.StringIO()
     console = Console(file=out, width=40)
     show_report(console, Report("t", next="bert-dp train [x] " + 30 * "y"), Path("a/report.html"))

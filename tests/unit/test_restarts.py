@@ -1,4 +1,4 @@
-"""When a failed run is started again: policy alone, with attempts played from a list."""
+"""Tests of the restart policy, with attempts played from a list."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.states import FACTS
 
 KILLED = Failure(rank=1, message="killed by signal 9 (SIGKILL)", killed_by=9, kind="killed")
 RAISED = Failure(rank=0, message="ValueError: no", where="a.py:1")
-Attempt = tuple[int, Failure | None, int | None]  # exit code, failure, step of the checkpoint that it leaves
+Attempt = tuple[int, Failure | None, int | None]  # exit code, failure, step of the saved checkpoint
 
 
 def config(*settings: str, **batch: int) -> Config:
@@ -28,12 +28,12 @@ def config(*settings: str, **batch: int) -> Config:
 
 
 class Play:
-    """Attempts in turn."""
+    """A fake launcher that plays a list of attempts."""
 
     def __init__(self, run_dir: Path, *attempts: Attempt):
         self.run_dir, self.attempts = run_dir, list(attempts)
         self.started: list[tuple[int, str]] = []
-        self.said: list[str] = []
+        self.logged: list[str] = []
         self.waits: list[float] = []
         self.stop = self.signal = self.made_ns = 0
 
@@ -56,8 +56,8 @@ class Play:
         return self.stop
 
     def go(self, max_restarts: int, ranks: int = 4, micro_size: int = 1, **options: Any) -> RunOutcome:
-        asked, of = RunOptions(max_restarts=max_restarts, **options), config(micro_size=micro_size)
-        return supervise(self.start, of, self.run_dir, ranks, asked, self.said.append, self.sleep)
+        given, of = RunOptions(max_restarts=max_restarts, **options), config(micro_size=micro_size)
+        return supervise(self.start, of, self.run_dir, ranks, given, self.logged.append, self.sleep)
 
 
 NONE, AGREED = (1, RAISED, None), RAISED.model_copy(update={"agreed": True})
@@ -65,7 +65,7 @@ BAD = Failure(rank=0, message="bad", kind="bad_input")
 
 
 @pytest.mark.parametrize(
-    ("attempts", "code", "waits", "said"),
+    ("attempts", "code", "waits", "logged"),
     [
         ([(0, None, 9)], 0, [], None),
         ([(2, BAD, None)], 2, [], None),
@@ -76,18 +76,18 @@ BAD = Failure(rank=0, message="bad", kind="bad_input")
         ([(1, RAISED, 2), NONE, NONE, NONE], 1, [1, 2, 4], "3 failures without a newer checkpoint"),
     ],
 )
-def test_a_failure_is_started_again_later_and_later_until_it_is_pointless(
-    tmp_path: Path, attempts: list[Attempt], code: int, waits: list[float], said: str | None
+def test_failures_are_restarted_with_growing_delays_up_to_a_limit(
+    tmp_path: Path, attempts: list[Attempt], code: int, waits: list[float], logged: str | None
 ) -> None:
     play = Play(tmp_path, *attempts)
     assert play.go(9).exit_code == code
     assert (len(play.started), play.waits) == (len(attempts), waits)
-    assert (said is None) == (play.said == [])
-    assert said is None or said in play.said[-1]
+    assert (logged is None) == (play.logged == [])
+    assert logged is None or logged in play.logged[-1]
     assert len(read_json(tmp_path / "summary.json").get("restarts") or []) == len(waits)
 
 
-def test_a_full_disk_costs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_prevent_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "full")
 
@@ -111,14 +111,14 @@ def test_a_stop_signal_ends_the_restarts(tmp_path: Path, when: str) -> None:
     ("resume", "newest", "attempts", "named"),
     [
         ("never", None, [None, 9], 1),
-        ("named", None, [None, 5, 9], 2),  # another run's is named again until there is an own one
-        # begun again from step 50 of a run that had 100, it had saved 100 once more
+        ("named", None, [None, 5, 9], 2),  # another run's checkpoint is used until this run has its own
+        # this run had step 100, was restarted from step 50 and has saved step 100 again
         ("named", 100, [100, 150], 1),
-        # else it would go on from the newest, which the user wanted to leave
+        # otherwise the run would resume from the newest, which the user did not choose
         ("named", 90, [None, None], 2),
     ],
 )
-def test_a_named_checkpoint_is_named_again_until_it_was_read(
+def test_a_named_checkpoint_is_used_again_until_the_run_has_saved_one(
     tmp_path: Path, resume: str, newest: int | None, attempts: list[int | None], named: int
 ) -> None:
     if newest is not None:
@@ -131,28 +131,28 @@ def test_a_named_checkpoint_is_named_again_until_it_was_read(
     assert [each for _, each in play.started] == [resume] * named + ["auto"] * (len(attempts) - named)
 
 
-def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None:
+def test_elastic_continues_with_the_largest_rank_count_that_divides(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, KILLED, None), (1, KILLED, 3), (1, RAISED, 4), (1, RAISED, 5))
     assert play.go(3, elastic=True, ranks=6, micro_size=2).exit_code == 1
-    # 12 = 2 x accumulation x 5, 4 has no solution
+    # 12 = 2 x accumulation x ranks has no solution for 5 and 4 ranks
     assert [ranks for ranks, _ in play.started] == [6, 3, 2, 2]
-    assert ["on 3 ranks from the start" in line for line in play.said] == [True, False, False]
+    assert ["on 3 ranks from the start" in line for line in play.logged] == [True, False, False]
     summary = read_json(tmp_path / "summary.json")
-    told = [(r["step"], r["ranks"], r["failure_kind"]) for r in summary["restarts"]]
-    assert told == [(-1, 3, "killed"), (3, 2, "killed"), (4, 2, "error")]
+    recorded = [(r["step"], r["ranks"], r["failure_kind"]) for r in summary["restarts"]]
+    assert recorded == [(-1, 3, "killed"), (3, 2, "killed"), (4, 2, "error")]
     assert (summary["exit_code"], summary.get("signal")) == (1, None)
 
 
-def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_uses_the_remaining_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "find_gpus", lambda: ([0, 1, 2], 4, None))
     free = config("run.device=auto")
     assert restarts.ranks_left(free, 4, RAISED) == 3
     assert restarts.ranks_left(free, 3, KILLED) == 2
     assert restarts.ranks_left(config(global_size=7), 1, KILLED) == 1
-    assert restarts.ranks_left(config(), 4, RAISED) == 4  # of a run on the CPU they say nothing
+    assert restarts.ranks_left(config(), 4, RAISED) == 4  # GPUs do not matter to a CPU run
 
 
-def test_the_wait_ends_with_a_stop_signal_and_leaves_the_handlers() -> None:
+def test_the_wait_ends_with_a_stop_signal_and_restores_the_handlers() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     assert restarts.wait_for_signal(30.0) == signal.SIGUSR1

@@ -1,5 +1,5 @@
-"""The models of result files: today's files open and come back unchanged, older ones get what they lack, and
-a damaged or foreign file is one line that names it."""
+"""Tests of the models of result files: files are read back unchanged, and a damaged or foreign file gives one
+line that names it."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ SCALING = RAW / "2026-11-21-scaling"
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every leaf."""
+    """Yield (path, value) of every leaf."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if isinstance(value, (dict, list)):
         for key, inside in items:
@@ -48,9 +48,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("data", "model"), FILES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_whole_file_comes_back_as_it_was(
-    data: Any, model: type[results.StoredFile], tmp_path: Path
-) -> None:
+def test_a_file_is_read_back_unchanged(data: Any, model: type[results.StoredFile], tmp_path: Path) -> None:
     file = results.parse(data, model, "it")
     assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(file))).items()
     results.write(tmp_path / "it.json", file)
@@ -65,7 +63,7 @@ def test_unknown_keys_are_ignored() -> None:
 
 
 def damaged(**changes: Any) -> bytes:
-    """scaling.json whose second cell is changed."""
+    """Return a scaling.json whose second cell has `changes`."""
     data = scaling_fixture.scaling()
     data["cells"][1] |= changes
     return json.dumps(data).encode()
@@ -85,7 +83,7 @@ def damaged(**changes: Any) -> bytes:
         (None, "cannot be read (No such file or directory)"),
     ],
 )
-def test_a_damaged_file_is_one_line_with_a_remedy(tmp_path: Path, text: bytes | None, problem: str) -> None:
+def test_a_damaged_file_gives_one_line_with_a_hint(tmp_path: Path, text: bytes | None, problem: str) -> None:
     path = tmp_path / "scaling.json"
     if text is not None:
         path.write_bytes(text)
@@ -98,9 +96,7 @@ def test_a_damaged_file_is_one_line_with_a_remedy(tmp_path: Path, text: bytes | 
     assert results.find(path, models.Scaling) is None
 
 
-def test_a_file_of_any_size_or_kind_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_or_special_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 100)
     (tmp_path / "large.json").write_text(" " * 101)
     for path in (tmp_path / "large.json", tmp_path, Path("/dev/zero")):
@@ -129,12 +125,12 @@ def test_the_result_of_another_verb_is_refused() -> None:
         ("RuntimeError: CUDA error: an illegal memory access was encountered", "error"),
     ],
 )
-def test_the_kind_of_an_exception_that_is_only_known_by_its_words(text: str, kind: FailureKind) -> None:
+def test_the_kind_of_an_exception_follows_from_its_text(text: str, kind: FailureKind) -> None:
     assert kind_of_text(text) == kind
 
 
-def test_an_exception_is_known_by_its_own_kind_or_errno() -> None:
-    errors = [OSError(28, "no room"), OSError(122, "over the quota"), OSError(2, "no such file")]
+def test_the_kind_of_an_exception_follows_from_its_attribute_or_errno() -> None:
+    errors = [OSError(28, "disk full"), OSError(122, "over the quota"), OSError(2, "no such file")]
     assert [kind_of_error(error) for error in errors] == ["disk", "disk", "error"]
     assert kind_of_error(MemoryError()) == "host_memory"
     assert kind_of_error(ConfigError([Issue("optim.lr", "conflict", "no")])) == "bad_input"

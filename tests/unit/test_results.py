@@ -1,4 +1,4 @@
-"""What the launcher makes of a failure and of a stop signal that came as well."""
+"""Tests of the outcome that the launcher records after a failure, a stop signal or both."""
 
 import io
 import json
@@ -46,22 +46,22 @@ def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunOutcome, 
         (Failure(rank=1, message="RuntimeError: Connection closed by peer", kind="peer_gone"), True),
     ],
 )
-def test_a_stop_signal_hides_what_it_leaves_behind_and_no_other_failure(
+def test_a_stop_signal_hides_only_the_failures_that_it_causes(
     tmp_path: Path, cause: Failure | None, is_hidden: bool
 ) -> None:
     found, summary = result(tmp_path, cause)
-    told = ("stopped", STOPPED) if cause is None or is_hidden else (cause.kind, cause.message)
-    assert (summary["failure"]["kind"], summary["failure"]["message"]) == told
+    expected = ("stopped", STOPPED) if cause is None or is_hidden else (cause.kind, cause.message)
+    assert (summary["failure"]["kind"], summary["failure"]["message"]) == expected
     assert found.exit_code == summary["exit_code"] == (143 if is_hidden else 1)
     assert (found.signal, summary["signal"]) == (signal.SIGTERM, signal.SIGTERM)
     assert is_hidden or found.failure == cause
 
 
-def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Path) -> None:
+def test_a_failure_recorded_during_a_stop_is_kept(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "exit_code": 1, "step": 66}))
     (tmp_path / "metrics.jsonl").write_text('{"step": 60}\n')
     found, summary = result(tmp_path, Failure(rank=0, message="RunFailed: step-00000066 could not be saved"))
-    assert summary["step"] == 66, "also where lines of metrics.jsonl were lost"
+    assert summary["step"] == 66, "the step of the summary is kept"
     assert (found.exit_code, summary["exit_code"], found.signal) == (1, 1, signal.SIGTERM)
 
 
@@ -77,7 +77,7 @@ def test_a_run_without_a_summary_counts_the_steps_that_its_ranks_completed(tmp_p
     assert result(tmp_path, RAISED)[1]["step"] == 10
 
 
-def test_bad_input_that_only_the_ranks_saw_stands_in_the_summary(tmp_path: Path) -> None:
+def test_bad_input_found_by_the_ranks_is_in_the_summary(tmp_path: Path) -> None:
     refused = Failure(rank=0, message="ConfigError: optim.lr: no", kind="bad_input", issues=[LR])
     found, summary = result(tmp_path, refused)
     assert (found.exit_code, summary["status"], summary["exit_code"]) == (2, "failed", 2)
@@ -88,17 +88,17 @@ def test_bad_input_that_only_the_ranks_saw_stands_in_the_summary(tmp_path: Path)
 
 
 class Verb:
-    """`train` on one rank whose run ends as told, and what it asked for."""
+    """`train` on one rank with scripted outcomes and recorded starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shards: Path, run_dir: Path):
         self.shards, self.run_dir, self.out = shards, run_dir, io.StringIO()
-        self.asked: list[dict[str, Any]] = []
+        self.starts: list[dict[str, Any]] = []
         self.ends: list[RunOutcome] = []
         monkeypatch.setattr(train, "prepare_data", lambda config: Path(config.data.path))
         monkeypatch.setattr(processes, "run", self.start)
 
     def start(self, run_dir: Path, start: RankStart, poll: Any, **more: Any) -> RunOutcome:
-        self.asked.append({"path": run_dir, "start": start, **more})
+        self.starts.append({"path": run_dir, "start": start, **more})
         poll()
         end = self.ends.pop(0)
         summary = {"status": "failed" if end.failure else "done", "exit_code": end.exit_code}
@@ -122,33 +122,33 @@ def test_the_ranks_are_started_as_the_run_is_configured(verb: Verb) -> None:
     settings = ("run.hang_after_s=7", "run.end_hung_after_s=70", "schedule.steps=9")
     plan = parse_profile("2:4", "0")
     assert verb.go(RunOutcome(0, None), settings=settings, launcher="accelerate", profile=plan) == 0
-    (asked,) = verb.asked
+    (call,) = verb.starts
     words = ["--resume", "auto", "--profile", "2:4", "--profile-ranks", "0"]
-    assert (asked["path"], asked["start"]) == (verb.run_dir, RankStart(1, words, "accelerate"))
-    assert (asked["watch"]._limits.hang_after_s, asked["watch"]._limits.end_hung_after_s) == (7.0, 70.0)
+    assert (call["path"], call["start"]) == (verb.run_dir, RankStart(1, words, "accelerate"))
+    assert (call["watch"]._limits.hang_after_s, call["watch"]._limits.end_hung_after_s) == (7.0, 70.0)
     facts = read_json(verb.run_dir / "environment.json")
     assert (facts["launcher"], "command" in facts, "cpu_model" in facts) == ("accelerate", True, True)
     assert "hang_after_s: 7" in (verb.run_dir / "config.yaml").read_text()
-    said = verb.out.getvalue()
-    assert said.startswith(f"run directory: {verb.run_dir}\nlauncher: accelerate\n")
-    assert f"page: {verb.run_dir}/report.html" in said
+    output = verb.out.getvalue()
+    assert output.startswith(f"run directory: {verb.run_dir}\nlauncher: accelerate\n")
+    assert f"page: {verb.run_dir}/report.html" in output
 
 
-def test_a_failure_is_a_card_and_a_page_and_bad_input_its_lines_alone(verb: Verb) -> None:
+def test_a_failure_gives_a_card_and_a_page_and_bad_input_only_error_lines(verb: Verb) -> None:
     assert verb.go(RunOutcome(1, RAISED)) == 1
-    said = verb.out.getvalue()
-    assert "failed: rank 1: ValueError: no\n  at a.py:1\n" in said
-    assert f"page: {verb.run_dir}/report.html" in said
+    output = verb.out.getvalue()
+    assert "failed: rank 1: ValueError: no\n  at a.py:1\n" in output
+    assert f"page: {verb.run_dir}/report.html" in output
     issues = [LR, {**LR, "setting": "data.path"}]
     bad = Failure(rank=0, message="ConfigError", kind="bad_input", issues=issues)
     assert verb.go(RunOutcome(2, bad)) == 2
-    said = verb.out.getvalue()
-    assert "error: optim.lr: no\nerror: data.path: no\n" in said
-    assert "failed:" not in said
-    assert "page:" not in said
+    output = verb.out.getvalue()
+    assert "error: optim.lr: no\nerror: data.path: no\n" in output
+    assert "failed:" not in output
+    assert "page:" not in output
 
 
-def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(verb: Verb) -> None:
+def test_past_steps_are_not_profiled_and_a_complete_run_is_not_started(verb: Verb) -> None:
     config = job.load("quickstart", [*TINY, f"data.path={verb.shards}", "run.device=cpu"]).config
     place = verb.run_dir / "checkpoints" / "step-00000002"
     place.mkdir(parents=True)
@@ -160,10 +160,10 @@ def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(
         verb.go(profile=parse_profile("1:2", "0"), settings=("schedule.steps=9",))
     assert verb.go() == 0
     assert "this run is complete" in verb.out.getvalue()
-    assert not verb.asked
-    assert not (verb.run_dir / "config.yaml").exists(), "nothing in it has changed"
+    assert not verb.starts
+    assert not (verb.run_dir / "config.yaml").exists(), "the run directory is unchanged"
     other = {**facts, "data_hash": "1" * 64, "config": config.model_dump(mode="json")}
     files.write_json(place / "state.json", other)
     with pytest.raises(ConfigError, match="was trained on different data"):
         verb.go(settings=("schedule.steps=9",))
-    assert not verb.asked
+    assert not verb.starts

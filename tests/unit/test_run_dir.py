@@ -1,4 +1,4 @@
-"""Which directories `bert-dp train` takes as a run directory."""
+"""Tests of the directories that `bert-dp train` accepts as a run directory."""
 
 import json
 import shutil
@@ -46,20 +46,18 @@ def killed_early(folder: Path) -> None:
     put(".launcher.lock", "logs/rank-0.log", "notes.txt")(folder)
 
 
-def on_disks_of_their_own(folder: Path) -> None:
+def on_separate_disks(folder: Path) -> None:
     copied(folder)
     for name in ("logs", "checkpoints"):
         (folder.parent / "disks" / name).mkdir(parents=True)
         (folder / name).symlink_to(folder.parent / "disks" / name)
 
 
-BESIDE = (".env", ".git/config", "slurm-123.out", "logs/job.out", ".launcher.lock", "checkpoints/lost+found/")
+BENIGN = (".env", ".git/config", "slurm-123.out", "logs/job.out", ".launcher.lock", "checkpoints/lost+found/")
 
 
-@pytest.mark.parametrize(
-    "fill", [put(), put(*BESIDE), checkpoint, copied, killed_early, on_disks_of_their_own]
-)
-def test_directories_that_a_run_takes(tmp_path: Path, fill: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("fill", [put(), put(*BENIGN), checkpoint, copied, killed_early, on_separate_disks])
+def test_a_run_accepts_harmless_directories(tmp_path: Path, fill: Callable[[Path], None]) -> None:
     fill(tmp_path)
     assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
@@ -84,8 +82,8 @@ def test_a_foreign_directory_is_refused(tmp_path: Path, fill: Callable[[Path], N
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_is_complete_with_its_budget_spent(tmp_path: Path) -> None:
-    """It may be raised; what is left of the reserve in dollars is not trained with."""
+def test_a_run_is_complete_if_its_budget_is_spent(tmp_path: Path) -> None:
+    """A larger budget makes a run incomplete. The unspent reserve of a dollar budget does not."""
     checkpoint(tmp_path, elapsed_s=1800.0, samples=10, config={"schedule": {"dollars": 0.5}})
     spent = ("steps=1", "hours=0.5", "tokens=1280", "dollars=0.5")
     for status, resume in (("done", "auto"), ("done", "never"), ("stopped", "auto")):
@@ -96,7 +94,7 @@ def test_a_run_is_complete_with_its_budget_spent(tmp_path: Path) -> None:
             assert is_complete(tmp_path, config, resume) == is_whole, budget
 
 
-def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> None:
+def test_a_forbidden_change_is_reported_with_old_and_new_value(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run")
     run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")
     line = (
@@ -104,8 +102,8 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
     )
     for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
         assert data_issues(place, resume, FACTS["data_hash"]) == []
-        told = line.replace("--run-dir", "--resume") if resume != "auto" else line
-        assert [*map(str, run_dir_issues(place, changed, resume))] == [told]  # known before any data is built
+        expected = line.replace("--run-dir", "--resume") if resume != "auto" else line
+        assert [*map(str, run_dir_issues(place, changed, resume))] == [expected], "no data are needed"
         (issue,) = data_issues(place, resume, "1" * 64)
         assert "different data (hash 0000000000000000, now 1111111111111111)" in issue.message
     assert data_issues(run, "never", "1" * 64) == []
@@ -116,7 +114,7 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
 
 
 def weights(run: Path, sha256: str) -> Path:
-    """A run whose only checkpoint has these weights."""
+    """Write a run whose only checkpoint has weights with this hash."""
     checkpoint(run)
     files = {"model.safetensors": {"sha256": sha256}}
     record.write_json(run / "checkpoints" / "step-00000001" / "manifest.json", {"files": files})
@@ -127,7 +125,7 @@ def begun_with(source: Path | None) -> Config:
     return make_config("schedule.steps=1", *([f"run.init_from={source}"] if source else []))
 
 
-def test_the_weights_that_a_run_began_with_may_move_but_not_change(tmp_path: Path) -> None:
+def test_the_initial_weights_of_a_run_may_move_but_not_change(tmp_path: Path) -> None:
     one, two = weights(tmp_path / "one", "1" * 64), weights(tmp_path / "two", "2" * 64)
     init = {"checkpoint": str(one / "checkpoints/step-00000001"), "sha256": "1" * 64, "tensors": 1, "of": 1}
     for source, others in ((one, (two, None)), (None, (one,))):
@@ -147,7 +145,7 @@ def test_the_weights_that_a_run_began_with_may_move_but_not_change(tmp_path: Pat
         assert run_dir_issues(run, begun_with(source), "auto") == []
 
 
-def test_what_every_user_can_write_takes_no_new_run_but_keeps_the_one_that_is_there(tmp_path: Path) -> None:
+def test_a_world_writable_directory_takes_no_new_run_but_keeps_an_existing_one(tmp_path: Path) -> None:
     for mode, refused in ((0o770, False), (0o707, True)):
         tmp_path.chmod(mode)
         issues = run_dir_issues(tmp_path, CONFIG, "auto")
@@ -156,7 +154,7 @@ def test_what_every_user_can_write_takes_no_new_run_but_keeps_the_one_that_is_th
     assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
 
-def test_a_checkpoint_or_a_run_elsewhere_to_go_on_from_makes_a_place_no_run(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_is_no_run_directory_but_a_run_can_resume_from_it(tmp_path: Path) -> None:
     checkpoint(old := tmp_path / "old")
     for folder in (old / "checkpoints", old / "checkpoints" / "step-00000001"):
         (issue,) = run_dir_issues(folder, CONFIG, "auto")
@@ -170,7 +168,7 @@ def test_a_checkpoint_or_a_run_elsewhere_to_go_on_from_makes_a_place_no_run(tmp_
 
 
 @pytest.mark.parametrize("name", ["config.yaml", ".launcher.lock", "heartbeats", "logs/rank-0.log"])
-def test_a_run_whose_files_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_run_directory_with_linked_files_is_refused(tmp_path: Path, name: str) -> None:
     """A run would write through the link."""
     folder = tmp_path / "run"
     put("logs/", "heartbeats/")(folder)

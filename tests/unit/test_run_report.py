@@ -1,4 +1,4 @@
-"""The report of a run directory, whole, crashed or hostile, and of several beside each other."""
+"""Tests of the report of a run, complete or crashed, and of the comparison of several runs."""
 
 import json
 import sys
@@ -22,18 +22,18 @@ UNUSUAL = {"failed_saves": 3, "failed_writes": 7, "loss_spikes": 1, "skipped_ste
 
 
 def report_of(path: Path, **summary: Any) -> Report:
-    """Of a run whose summary says this too."""
+    """Return the report of a run with `summary` added to its summary."""
     return of_directories([make_run(path, summary=summary)])
 
 
 def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], list[str]]:
-    """Topic and label -> the value and its note in each column."""
+    """Return the value and the note of each column by (topic, label)."""
     section = next(section for section in report.sections if section.title == title)
     rows = [row for table in section.tables for row in table.rows]
     return {(row.topic, row.label): [f"{c.text} | {c.note}" for c in row.cells] for row in rows}
 
 
-def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
+def test_every_number_is_shown_with_its_denominator(tmp_path: Path) -> None:
     """tests/golden records the values of every row."""
     report = report_of(tmp_path / "run", energy_j=4096.0, straggler_ratio=1.05)
     rows = {key: cells[0] for key, cells in rows_of(report).items()}
@@ -52,7 +52,7 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert {SUMMARY[key] for key in (*losses, *speeds, "peak_memory_gib")} <= read_page(report).exact
 
 
-def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
+def test_the_console_is_compact_and_shows_unusual_values(tmp_path: Path) -> None:
     quiet = shown(report_of(tmp_path / "quiet", skipped_steps=0))
     loud = unfolded(shown(report_of(tmp_path / "loud", **UNUSUAL)))
     assert len(quiet) <= 28
@@ -86,7 +86,7 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
+def test_the_verdict_of_a_run(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
     (verdict,) = report_of(tmp_path / "run", **change).verdicts
     assert verdict.level == level
     assert words in verdict.text
@@ -99,11 +99,11 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
     assert rows_of(report, "Settings that differ") == {("", "run.seed"): ["n/a | ", "7 | "]}
 
 
-def test_a_finetuned_run_has_a_unit_of_its_own(tmp_path: Path) -> None:
+def test_a_finetuned_run_has_its_own_loss_unit(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"}, compiled=True)
     assert rows_of(report)["Work", "parameters"] == ["1.23 M | precision fp32, compiled"]
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
-    assert not [section for section in report.sections if section.title == "Classes"]  # no predictions
+    assert not [section for section in report.sections if section.title == "Classes"], "no predictions"
 
 
 def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
     assert read_page(report).data[0]["switch"] == "tokens"
 
 
-def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path) -> None:
+def test_the_next_command_of_a_diverged_run_halves_the_rate(tmp_path: Path) -> None:
     for checkpoint in ("", "checkpoints/step-00000090"):
         facts = {**failed("the model has diverged", "not_finite"), "checkpoint": checkpoint or None}
         run = make_run(tmp_path / f"run{checkpoint[-1:]}", summary=facts, optim={"lr": 0.003})
         assert of_directories([run]).next == f"bert-dp train {run}/config.yaml optim.lr=0.0015"
 
 
-def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
+def test_a_killed_run_shows_its_logged_values_and_configuration(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for name in ("summary.json", "evals.jsonl", "environment.json"):
         (run / name).unlink()
@@ -162,7 +162,7 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
 
 
-# what summary.json says more; None: there is none
+# additions to summary.json; None: no summary.json
 ENDINGS: dict[str, dict[str, Any] | None] = {
     "done": {},
     "failed": failed("no", rank=1),
@@ -174,10 +174,10 @@ ENDINGS: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: str) -> None:
+def test_every_ending_has_a_report_and_a_next_command(tmp_path: Path, ending: str) -> None:
     summary = ENDINGS[ending]
     run = make_run(tmp_path / "a run", summary=summary)
-    if ending == "rank killed":  # its launcher wrote what it knows
+    if ending == "rank killed":  # only the launcher has written a summary
         files.write_json(run / "summary.json", summary)
     (run / "checkpoints" / "step-00000100").mkdir(parents=True)
     if summary is None:
@@ -195,7 +195,7 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
         assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
 
 
-def test_passes_over_the_data_beyond_four_and_what_uses_own_code(tmp_path: Path) -> None:
+def test_more_than_four_passes_are_noted_and_own_code_needs_allow_code(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lines = [{**json.loads(line), "epoch": 5} for line in (run / "metrics.jsonl").read_text().splitlines()]
     write_lines(run / "metrics.jsonl", lines)
@@ -226,7 +226,7 @@ def test_a_command_works_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def with_losses(path: Path, losses: list[float], text: str = "a", **config: Any) -> Path:
-    """A run with the loss of each held-out sequence."""
+    """Write a run with the loss of each held-out sequence."""
     loss = sum(losses) / len(losses)
     summary = {"heldout_loss": loss, "heldout": {**SUMMARY["heldout"], "loss": loss}}
     run = make_run(path, summary=summary, **config)
@@ -236,7 +236,7 @@ def with_losses(path: Path, losses: list[float], text: str = "a", **config: Any)
 
 
 def test_a_comparison_leads_with_settings_then_ranks_by_paired_differences(tmp_path: Path) -> None:
-    """The losses vary by 1 nat over the sequences, the difference by 0.01."""
+    """The losses vary by 1 nat between sequences, but their difference only by 0.01."""
     easy, worse = [5.0, 6.0, 7.0, 6.5], [5.1, 6.12, 7.1, 6.62]
     runs = [
         with_losses(tmp_path / "worse", worse),
@@ -253,11 +253,11 @@ def test_a_comparison_leads_with_settings_then_ranks_by_paired_differences(tmp_p
     assert [figure.title for figure in report.sections[2].figures].count("Loss") == 1
     assert "+0.1100 ± 0.0113" in here("report", *map(str, runs), "--out", str(tmp_path / "p.html")).stdout
     stale = {**json.loads((runs[0] / "heldout_losses.json").read_text()), "losses": easy}
-    files.write_json(runs[0] / "heldout_losses.json", stale)  # of another evaluation
+    files.write_json(runs[0] / "heldout_losses.json", stale)  # from another evaluation
     assert of_directories(runs).sections[1].tables[0].rows[1].cells[1].text == "+0.1100"
 
 
-def test_losses_that_do_not_compare_share_no_axis(tmp_path: Path) -> None:
+def test_losses_that_are_not_comparable_share_no_axis(tmp_path: Path) -> None:
     runs = [
         with_losses(tmp_path / "a", [5.0, 6.0]),
         with_losses(tmp_path / "b", [5.0, 6.0], objective={"mask_rate": 0.5}),

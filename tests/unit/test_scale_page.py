@@ -1,4 +1,4 @@
-"""The page and console report of a scaling benchmark: complete, partial, empty, of any size."""
+"""Tests of the page and console report of a scaling benchmark: complete, partial, empty, of any size."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def cell_of(data: dict[str, Any], name: str) -> dict[str, Any]:
     return next(cell for cell in data["cells"] if cell["id"] == name)
 
 
-def test_what_failed_is_said_with_its_cause() -> None:
+def test_failed_cells_are_listed_with_their_cause() -> None:
     oom = ("oom", "rank 1: out of memory\nsecond line")
     data = scaling(
         failed={"weak-zero1-n4": oom, "weak-ddp-n4": ("pending", None)}, status="partial", verdicts=[]
@@ -44,11 +44,11 @@ def test_what_failed_is_said_with_its_cause() -> None:
     assert partial.text == f"Partial: {done} of {total} cells have a result; cells pending: 1."
     assert (lost.level, lost.notes) == ("fail", ["weak-zero1-n4: oom: rank 1: out of memory"])
     efficiency = figure_of(report, "Efficiency, weak scaling")
-    assert points(lines(report, efficiency.title)["zero1"])[4] is None  # a gap, and its N stays on the axis
+    assert points(lines(report, efficiency.title)["zero1"])[4] is None  # a gap; its N stays on the axis
     assert efficiency.x.ticks == [1, 2, 4]
 
 
-def test_verdicts_stand_once_worst_first() -> None:
+def test_verdicts_appear_once_and_worst_first() -> None:
     kinds = ("intervals_overlap", "scales", "hardware_ceiling", "out_of_memory", "hardware_ceiling")
     verdicts = [
         {"cell": cell, "kind": kind, "verdict": kind.replace("_", " "), "evidence": "e", "next": "do so"}
@@ -72,7 +72,7 @@ MANY = [f"engine-{i}" for i in range(20)]
 @pytest.mark.parametrize(
     ("engines", "sizes"), [([], (1,)), (["ddp"], (4,)), (MANY, (1, 2)), (["ddp"], (1, 64, 1024))]
 )
-def test_any_size(engines: list[str], sizes: tuple[int, ...]) -> None:
+def test_a_report_of_any_size(engines: list[str], sizes: tuple[int, ...]) -> None:
     data = scaling(engines=engines, sizes=sizes)
     report = of(data)
     page = read_page(report)
@@ -81,7 +81,7 @@ def test_any_size(engines: list[str], sizes: tuple[int, ...]) -> None:
     assert figure_of(report, "Speed-up, weak scaling").x.log == (max(sizes) > 16)
 
 
-def test_a_ratio_whose_interval_is_wider_than_a_factor_of_two_has_no_digits() -> None:
+def test_a_ratio_with_an_interval_beyond_a_factor_of_two_is_not_measurable() -> None:
     data = scaling(engines=("ddp",), sizes=(1, 2), prediction=True)
     wide, width = cell_of(data, "weak-ddp-n2"), [0.006, 371.506]
     for path in ("efficiency", "efficiency_ddp1", "ceiling_efficiency", "communication_efficiency"):

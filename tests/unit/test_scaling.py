@@ -1,4 +1,4 @@
-"""The grid, and what follows from the records of its runs: without a run."""
+"""Tests of the scaling grid and of the results computed from run records, without running anything."""
 
 import dataclasses
 import shutil
@@ -54,7 +54,7 @@ def grid(machine: Environment = MACHINE, *, on_gpu: bool = False, **changes: Any
 
 
 def two(**changes: Any) -> Grid:
-    """Strong scaling of ddp over two ranks, with its baselines and its controls."""
+    """Return a grid for strong scaling of ddp over two ranks, with baselines and ceilings."""
     return grid(**{"gpus": (2,), "modes": ("strong",), "engines": ("ddp",), **changes})
 
 
@@ -79,11 +79,11 @@ def test_a_grid_trains_the_users_configuration_with_baselines_and_ceilings_in_ev
         assert conf.parallel.engine == cell.engine
     order, half = [cell.id for cell, _ in made.order()], len(made.cells)
     assert sorted(order[:half]) == sorted(order[half:]) == sorted(cell.id for cell in made.cells)
-    assert order[:half] != order[half:], "each repeat has an order of its own"
+    assert order[:half] != order[half:], "each repeat has its own order"
     assert order == [cell.id for cell, _ in made.order()]
 
 
-def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
+def test_settings_of_an_engine_apply_only_to_its_cells() -> None:
     parallel = CONFIG.parallel.model_copy(update={"engine": "fsdp", "fsdp_replicas": 2})
     engines = ("fsdp", "deepspeed-1", "deepspeed-3")
     settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=engines)
@@ -97,7 +97,7 @@ def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
 
 
 def refused_of(made: Grid, cell_id: str) -> list[tuple[str, str, str | None]]:
-    """Setting, kind and other of each issue of a cell."""
+    """Return (setting, kind, other) of each issue of a cell."""
     return [(i.setting, i.kind, i.other) for i in made.issues if f"(cell {cell_id})" in i.message]
 
 
@@ -110,7 +110,7 @@ def refused_of(made: Grid, cell_id: str) -> list[tuple[str, str, str | None]]:
         (3, 2, "ddp", "weak-ddp-n3-tp2", ("--tensor", "does_not_divide", "--nproc")),
     ],
 )
-def test_an_impossible_cell_is_named(
+def test_an_impossible_cell_is_reported(
     ranks: int, tensor: int, engine: str, cell_id: str, issue: tuple[str, str, str | None]
 ) -> None:
     made = grid(gpus=(ranks,), tensor=(tensor,), engines=(engine,))
@@ -122,13 +122,13 @@ def test_an_impossible_cell_is_named(
     ("share", "on_gpu", "refused"), [(0.0, False, 1), (0.0, True, 1), (0.1, False, 1), (0.1, True, 0)]
 )
 def test_a_cell_far_above_the_memory_is_refused(share: float, on_gpu: bool, refused: int) -> None:
-    """Four ranks have room for weights, gradients and optimizer state, and a share of the rest: a compiled
-    step on a GPU takes less than the estimate of an eager one."""
+    """The memory of four ranks fits the model state and `share` of the rest. A compiled step on a GPU needs
+    less than the estimate of an eager step."""
     alone = check_memory(CONFIG, 1, MACHINE, on_gpu=False)
     state = sum(alone.parts_gib[name] for name in MEMORY_STATE)
-    room = (state + share * (alone.total_gib - state)) * 4 if share else 0.0002
-    gpus = [environment.Gpu(0, "g", room / 4, None, free_gib=room / 4)] * 4 if on_gpu else []
-    made = grid(with_memory(room, gpus=gpus), on_gpu=on_gpu, modes=("strong",))
+    host_gib = (state + share * (alone.total_gib - state)) * 4 if share else 0.0002
+    gpus = [environment.Gpu(0, "g", host_gib / 4, None, free_gib=host_gib / 4)] * 4 if on_gpu else []
+    made = grid(with_memory(host_gib, gpus=gpus), on_gpu=on_gpu, modes=("strong",))
     assert len(refused_of(made, "strong-ddp-n4")) == refused
 
 
@@ -136,21 +136,21 @@ def test_a_cell_far_above_the_memory_is_refused(share: float, on_gpu: bool, refu
     ("changes", "refused"),
     [({"repeats": 5}, ""), ({"repeats": 1}, "settings.repeats"), ({"steps": 9}, "steps")],
 )
-def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
+def test_a_grid_resumes_with_more_repeats_only(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
     results.write(tmp_path / benchmark.PLAN, benchmark.plan_of(grid()))
     plan = benchmark.plan_of(grid(**changes))
     output = Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.MUST_MATCH, benchmark.MAY_INCREASE)
     assert [refused in issue.message for issue in output.issues()] == ([True] if refused else [])
 
 
-def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranks_have_equal_cores_at_every_rank_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [cores_of(grid(), ranks) for ranks in (1, 4)] == [(0, 1), tuple(range(8))]
     assert cores_of(grid(gpus=(1, 16)), 2) == tuple(range(8))
     assert cores_of(grid(with_memory(64.0), on_gpu=True), 2) is None
 
 
-def test_settings_that_no_cell_heeds_are_named() -> None:
+def test_settings_without_effect_on_any_cell_are_named() -> None:
     ignored, batch = ["parallel.engine", "log.step_times", "checkpoint.keep"], "batch.global_size"
     for changes, expected in (({}, ignored), ({"modes": ("weak",)}, [*ignored, batch])):
         lines = grid(**changes).overridden([f"{name}=1" for name in (*ignored, "optim.lr", batch)])
@@ -168,8 +168,8 @@ def write_run(
     exposed: float = 0.1,
     **summary: Any,
 ) -> None:
-    """The records of a run whose steps all take `step_s`, after two slow ones; `own` is the share that is the
-    rank's own work, `exposed` what DDP's counters tell."""
+    """Write the records of a run whose steps take `step_s` after two slow ones. `own` is each rank's share of
+    a step before the reduction, `exposed` the share that DDP's counters report as exposed."""
     directory.mkdir(parents=True)
     tokens = cell.global_batch * 16
     whole = {"status": "done", "precision": "fp32", "device": "CPU", "compiled": False}
@@ -197,8 +197,7 @@ def write_run(
 def collected(
     out: Path, made: Grid, records: Callable[[GridCell, int], dict[str, Any] | None]
 ) -> dict[str, CellMeasurement]:
-    """The cells of scaling.json once each run has what `records` says of its cell and repeat; None: no
-    run."""
+    """Return the cells of scaling.json after writing the runs of `records(cell, repeat)`; None: no run."""
     for cell in made.cells:
         for repeat in range(made.settings.repeats):
             if (options := records(cell, repeat)) is not None:
@@ -210,7 +209,7 @@ DDP = "strong-ddp-n2"
 
 
 def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
-    seconds = {"single": 1.0, "ddp": 0.625, "independent": 0.5}  # of a step on two ranks
+    seconds = {"single": 1.0, "ddp": 0.625, "independent": 0.5}  # per step on two ranks
     no_memory = failed("rank 1: OutOfMemoryError: CUDA out of memory", "device_memory")
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any] | None:
@@ -222,7 +221,7 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     cells = collected(tmp_path, made, records)
     ddp = cells[DDP]
     assert (ddp.speedup, ddp.efficiency, ddp.global_steps_per_s) == pytest.approx((1.6, 0.8, 8 / 0.625))
-    # passes 0.8 and optimizer 0.1 of a step, beyond the ceiling's 0.4 and 0.05 s
+    # passes take 0.8 and the optimizer 0.1 of a step, minus the ceiling's 0.4 and 0.05 s
     assert ddp.split_s.exposed_comm == pytest.approx(0.1 + 0.0125)
     assert (ddp.loss_agrees, ddp.loss_deviation, ddp.mfu, ddp.launch_fraction) == (True, 0.0, None, None)
     assert cells["strong-zero1-n2"].status == "oom"
@@ -233,8 +232,8 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     assert (lost.cell, lost.verdict) == ("strong-zero1-n2", "out of memory")
 
 
-def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
-    """MFU is over the peaks of all GPUs, memory the greatest of all ranks."""
+def test_gpu_metrics_use_their_denominators(tmp_path: Path) -> None:
+    """MFU is relative to the peaks of all GPUs. Memory is the maximum over ranks."""
     gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
     files.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
     ddp = collected(tmp_path, two(), lambda cell, repeat: {"step_s": 0.5, **gpu})[DDP]
@@ -251,7 +250,7 @@ def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
 def test_losses_agree_within_the_precisions_tolerance(
     tmp_path: Path, precision: str, off: float, agrees: bool
 ) -> None:
-    """1e-4 of the loss in fp32, 2 % in 16 bits; the last logged one is 3.2."""
+    """The tolerance is 1e-4 of the loss in fp32 and 2 % in 16 bits. The last logged loss is 3.2."""
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:
         return {"loss": 4.0 + 3.2 * off * (cell.world_size - 1), "precision": precision}
@@ -265,15 +264,15 @@ def test_losses_agree_within_the_precisions_tolerance(
 def test_two_measures_of_communication_may_differ_by_a_twentieth_of_a_step(
     tmp_path: Path, exposed: float, flagged: bool
 ) -> None:
-    """By the ceiling a tenth is exposed. A baseline that is slow is told of more ranks than one alone."""
+    """The ceiling says that a tenth is exposed. Cells of one rank and ceilings have no flags."""
     seconds = {"strong-ceiling-n2": 0.9, "strong-single-n1": 1.5}
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:
         return {"step_s": seconds.get(cell.id, 1.0), "exposed": exposed}
 
     cells = collected(tmp_path, two(), records)
-    told = [f"{100 * exposed:.1f} % by DDP's own counters" in flag for flag in cells[DDP].flags]
-    assert told == [True] * flagged
+    seen = [f"{100 * exposed:.1f} % by DDP's own counters" in flag for flag in cells[DDP].flags]
+    assert seen == [True] * flagged
     assert all(cells[name].flags == [] for name in ("strong-ddp-n1", "strong-ceiling-n2"))
 
 
@@ -296,10 +295,10 @@ def test_a_grid_is_complete_with_its_links_profile_and_peak(tmp_path: Path, miss
             (tmp_path / name).write_text((RECORD / name).read_text())
     made = two(modes=("weak",))
     collected(tmp_path, made, lambda cell, repeat: {})
-    told = analyze(made, tmp_path, facts={})
-    assert told.status == ("partial" if missing else "complete")
-    assert told.mode == "weak"
-    assert (told.settings.accumulation, told.settings.global_batch) == (2, None)
+    seen = analyze(made, tmp_path, facts={})
+    assert seen.status == ("partial" if missing else "complete")
+    assert seen.mode == "weak"
+    assert (seen.settings.accumulation, seen.settings.global_batch) == (2, None)
 
 
 def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
@@ -323,14 +322,14 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
         ([(0.5, 0.59), (0.5, 0.59)], None),
         ([(0.5, 0.61), (0.5, 0.61)], 1),
         ([(0.5, 0.88), (0.5, 0.43)], None),  # 1.76 in one repeat, 0.86 in the other
-        ([(0.5, 0.8), (0.5, 0.9)], None),  # Student's t of one degree
+        ([(0.5, 0.8), (0.5, 0.9)], None),  # two repeats: one degree of freedom
         ([(0.5, 0.8), (0.5, 0.9), (0.5, 0.85)], 1),
         ([(0.3, 0.6)], None),
         ([(0.2, 0.4, 0.2, 0.2)] * 3, 1),
-        ([(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.41, 0.2), (0.2, 0.4, 0.2, 0.2)], None),  # another in one repeat
+        ([(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.41, 0.2), (0.2, 0.4, 0.2, 0.2)], None),  # rank 2 in one repeat
     ],
 )
-def test_a_straggler_has_its_ratio_in_every_repeat(
+def test_a_straggler_is_the_same_rank_in_every_repeat(
     tmp_path: Path, own: list[tuple[float, ...]], straggler: int | None
 ) -> None:
     ranks = len(own[0])
@@ -342,7 +341,7 @@ def test_a_straggler_has_its_ratio_in_every_repeat(
 
 
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
-    """Weak, tensor 2: 2 ranks take 4 x 2 sequences a step, the ceiling's copies 4 x 2 each."""
+    """Weak scaling, tensor 2: 2 ranks train 4 x 2 sequences per step, the ceiling's replicas 4 x 2 each."""
     seconds = {"weak-single-n1": 1.0, "weak-ddp-n1": 1.25, "weak-ddp-n2-tp2": 0.8, "weak-ceiling-n2": 1.1}
     made = two(modes=("weak",), tensor=(2,))
     cells = collected(tmp_path, made, lambda cell, repeat: {"step_s": seconds[cell.id]})
@@ -367,13 +366,13 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
 
 
 class MadeRunner(Runner):
-    """Ends every run at once as a real one does, those of ddp on two ranks as failed; so do helpers."""
+    """A runner whose runs and helpers end at once. Runs of ddp on two ranks fail."""
 
     def __init__(self, out: Path, log: Log, *, on_gpu: bool):
         (out / SCRATCH).mkdir(exist_ok=True)
         super().__init__(out, [Slot()], [], launcher="torchrun", on_gpu=on_gpu, log=log)
         self.ran: list[Trial] = []
-        self.asked: list[tuple[str, list[str], Sequence[int] | None]] = []
+        self.helper_calls: list[tuple[str, list[str], Sequence[int] | None]] = []
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in trials:
@@ -385,7 +384,7 @@ class MadeRunner(Runner):
             yield trial, TrialOutcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        self.asked.append((module.rpartition(".")[2], list(arguments), cores))
+        self.helper_calls.append((module.rpartition(".")[2], list(arguments), cores))
         if module.endswith("all_reduce"):
             measured = {"seconds_median": 0.5, "busbw_gb_s": 3.0, "repeats": 7, "backend": "gloo"}
             return [{"bytes": int(size), **measured} for size in arguments[2:]]
@@ -402,20 +401,20 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     made = grid(machine, on_gpu=on_gpu, gpus=(2,), modes=("weak",))
     cores = {ranks: cores_of(made, ranks) for ranks in (1, 2)}
     assert [each is None for each in cores.values()] == [on_gpu] * 2
-    said: list[str] = []
-    runs = MadeRunner(tmp_path, said.append, on_gpu=on_gpu)
-    run_grid(made, runs, said.append)
+    shown: list[str] = []
+    runs = MadeRunner(tmp_path, shown.append, on_gpu=on_gpu)
+    run_grid(made, runs, shown.append)
     names = [trial.name for trial in runs.ran]
     (lost,) = [name for name in names if name.startswith("weak-ddp-n2")]
-    assert len(names) == len(set(names)) == 2 * len(made.cells) - 1, "what failed is not repeated"
+    assert len(names) == len(set(names)) == 2 * len(made.cells) - 1, "a failed cell is not repeated"
     assert all(trial.cores == cores[trial.ranks] for trial in runs.ran)
     place = f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}"
-    assert any(line.startswith(f"{place}: failed: no;") for line in said)
+    assert any(line.startswith(f"{place}: failed: no;") for line in shown)
     sizes = [4**k for k in range(6, 14)]
     link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
     assert (link.world_size, link.backend, len(link.points)) == (2, "gloo", len(sizes))
     assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
-    links, (profile, _, profile_cores), peak = runs.asked
+    links, (profile, _, profile_cores), peak = runs.helper_calls
     assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)], None)
     assert (profile, profile_cores) == ("profile_step", cores[1])
     assert peak == ("matmul_peak", [made.precision, "2"], cores[1])
@@ -425,7 +424,7 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
 
 
 @pytest.mark.parametrize(("status", "code"), [("complete", 0), ("failed", 1), ("partial", 130)])
-def test_a_benchmark_without_any_result_has_failed_and_a_stopped_one_says_so(
+def test_the_exit_code_shows_a_failed_or_stopped_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     found = results.parse(scaling_fixture.scaling(prediction=True), models.Scaling, "scaling.json")
@@ -439,7 +438,7 @@ def test_a_benchmark_without_any_result_has_failed_and_a_stopped_one_says_so(
     assert (tmp_path / "report.html").exists()
 
 
-def test_a_run_that_a_signal_ended_is_still_to_be_run(tmp_path: Path) -> None:
+def test_a_run_ended_by_a_signal_stays_pending(tmp_path: Path) -> None:
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:
         return {"status": "stopped", "signal": 2, "steps": 5} if cell.id == DDP else {}
 
@@ -453,7 +452,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "raw" / "2026-11-21-scaling"
 
 def test_the_committed_record_follows_from_its_raw_files() -> None:
     recorded, plan = (read_json(RECORD / name) for name in ("scaling.json", "grid.json"))
-    del plan["config"]["data"]["build"]["order"]  # a setting of that day
+    del plan["config"]["data"]["build"]["order"]  # a setting that no longer exists
     del plan["settings"]["synthetic"]
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in plan["settings"].items()})
     made = Grid(resolve([plan["config"]]), settings, MACHINE, on_gpu=False)
@@ -466,5 +465,5 @@ def test_the_committed_record_follows_from_its_raw_files() -> None:
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """Every number of a nested value by its path."""
+    """Return every number of a nested value by its path."""
     return {path: leaf for path, leaf in flat(value) if isinstance(leaf, int | float)}

@@ -1,4 +1,4 @@
-"""Secrets: which values count, and command lines without them; a run's files: tests/faults/test_inputs.py."""
+"""Tests of secrets in texts and command lines. tests/faults/test_inputs.py checks the files of a run."""
 
 import dataclasses
 import sys
@@ -43,14 +43,14 @@ def test_every_occurrence_is_hidden(parts: list[str]) -> None:
     assert not any(secret in shown for secret in ("secret-1", "geheim!"))
 
 
-def test_which_values_are_secrets() -> None:
+def test_secret_values_are_recognised() -> None:
     secret = {"HF_TOKEN": "hf_abcdef", "API_KEY": "abcde-f", "CERT_KEY": "-----BEGIN-----\nMIIEpAIBAAK\n"}
     words = {"PASSPHRASE": "short", "MY_KEY": "status", "DB_PASSWORD": "Memory"}
     others = {"PWD": "/not/there/now", "MAX_TOKENS": "1000000", "HOME": "/root-of-it"}
     assert secret_values({**secret, **words, **others}) == [value.strip() for value in secret.values()]
 
 
-def test_names_of_secrets() -> None:
+def test_secrets_are_recognised_by_name() -> None:
     secret = (
         "DB_PWD PGPASSWORD MYSQL_PWD HTTP_AUTH --auth AUTHORIZATION GCP_CREDENTIALS GITHUB_PAT SENTRY_DSN "
         "apiKey AWS_ACCESS_KEY_ID_TOKEN AWS_SECRET_ACCESS_KEY HF_TOKEN MySecret X-Api-Key model.auth"
@@ -79,7 +79,7 @@ def test_names_of_secrets() -> None:
         (["--secret", "--verbose", "on"], "--secret --verbose on"),
     ],
 )
-def test_a_masked_command_line(given: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line_is_masked(given: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd")
     assert " ".join(masked_command(given)) == shown
     monkeypatch.setattr(sys, "argv", given)

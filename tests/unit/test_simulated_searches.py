@@ -1,8 +1,8 @@
-"""The searches of `tune` on simulated curves, beside those that they replaced and beside an even allocation.
+"""Tests of the searches of `tune` on simulated curves, compared with their predecessors and even allocation.
 
-Every number of a curve follows from its index, the trial and the number of its run, so that two searches that
-run the same trial see the same result. tests/simulated_searches.json is the record of the searches that were
-replaced, on the same curves.
+The numbers of a curve depend only on its index, the trial and the number of the run, so that two searches see
+the same result of the same trial. tests/simulated_searches.json records the results of the predecessors on
+the same curves.
 """
 
 import math
@@ -20,19 +20,19 @@ from launcher.tune.throughput import BatchTrial
 from tests.helpers import TINY_MODEL, make_config, read_json
 
 REPLACED = read_json(Path(__file__).parents[1] / "simulated_searches.json")
-SLACK = 5  # of 200 curves
+SLACK = 5  # curves of 200
 MAX_LOSS, MAX_P95, MAX_GAP_NATS = 0.03, 0.10, 0.02
 NO_CHOICE_NATS = 9.0
-STEPS = 1600  # of a whole run
+STEPS = 1600  # of a complete run
 CURVES = 200
 SHAPES = ("rising", "saturating", "flat", "dip", "falling")
-# Standard deviations of the logarithm of a size's throughput between runs of 40 steps: the range of three
-# rounds of the sweep in benchmarks/RESULTS.md, "The micro batch found beside a sweep", over 1.693. The
-# intervals of its tries, of a third of a run each, put the stretches of a run at half of that.
+# Standard deviations of the log throughput of a size between runs of 40 steps: the range over three
+# rounds of the sweep in benchmarks/RESULTS.md ("ranges of the sweep's sizes"), divided by 1.693. By the
+# intervals of its trials of a third of a run each, parts of a run vary half as much.
 RUN_SD = (0.110, 0.184, 0.072, 0.145, 0.013, 0.109)
-STRETCH = 5  # steps that share a slow or a fast moment
+STRETCH = 5  # steps that share a slow or fast period
 STEP_SD = 0.03
-UPDATE_SHARE = 0.05  # of a step of the fastest size
+UPDATE_SHARE = 0.05  # share of a step of the fastest size
 
 
 class ThroughputCurve:
@@ -59,7 +59,7 @@ class ThroughputCurve:
                 value *= (peak / m) ** draw.uniform(0.1, 0.3)
             return value
 
-        step_s = draw.uniform(0.3, 0.8)  # of the global batch at the best size
+        step_s = draw.uniform(0.3, 0.8)  # for the global batch at the best size
         speeds = {m: speed(m) for m in sizes}
         best_s = (1 - UPDATE_SHARE) * step_s * self.dp / self.global_size
         self.pass_s = {
@@ -67,7 +67,7 @@ class ThroughputCurve:
         }  # per sequence of a replica
         self.update_s = UPDATE_SHARE * step_s
         self.constant_gib, self.gib_per_sequence = draw.uniform(0.3, 2), 10 ** draw.uniform(-3, -1)
-        self.bend = draw.uniform(0, most / 8)  # below this size the peak is that of the optimizer step
+        self.bend = draw.uniform(0, most / 8)  # below this size the optimizer step sets the peak
         self.limit_gib: float | None = None
         if draw.random() < 0.5:
             self.limit_gib = self.peak_gib(draw.choice(sizes[len(sizes) // 3 :])) * draw.uniform(1.12, 1.5)
@@ -81,11 +81,11 @@ class ThroughputCurve:
         return self.limit_gib is None or self.peak_gib(micro) <= share * self.limit_gib
 
     def samples_per_s(self, micro: int) -> float:
-        """Expected throughput of all replicas at the global batch."""
+        """Return the expected throughput of all replicas at the global batch."""
         return self.global_size / (self.pass_s[micro] * self.global_size / self.dp + self.update_s)
 
     def steps(self, micro: int, samples: int, count: int, run: int) -> list[tuple[float, float]]:
-        """(seconds of a step, of its forward and backward passes) of the steps of run number `run`."""
+        """Return (seconds of a step, seconds of its passes) for each step of run number `run`."""
         draw = random.Random(f"{self.index}/{micro}/{run}")
         sd = self.run_sd[micro]
         pace, passes = draw.gauss(0, sd), self.pass_s[micro] * samples / self.dp
@@ -98,16 +98,16 @@ class ThroughputCurve:
         return out
 
     def allowed(self) -> list[int]:
-        """Sizes that leave a tenth of the memory free."""
+        """Return the sizes that leave a tenth of the memory free."""
         return [m for m in self.sizes if self.fits(m, 0.9)] or [self.sizes[0]]
 
     def loss(self, micro: int) -> float:
-        """Share of the best throughput that this size loses; 1 where it does not fit."""
+        """Return the share of the best throughput that this size loses, or 1 if it does not fit."""
         best = max(self.samples_per_s(m) for m in self.allowed())
         return 1 - self.samples_per_s(micro) / best if self.fits(micro) else 1.0
 
     def equally_often(self, runs: int, steps: int, samples: int) -> int:
-        """The size with the best mean when `runs` runs are dealt out to all sizes in turn."""
+        """Return the size with the best mean when `runs` runs are distributed evenly over all sizes."""
         sizes, times = self.allowed(), dict[int, list[float]]()
         for k in range(runs):
             micro = sizes[k % len(sizes)]
@@ -118,24 +118,24 @@ class ThroughputCurve:
 
 
 class LossCurve:
-    """Held-out loss against the learning rate of whole and shorter runs, which diverge above an edge."""
+    """Held-out loss against the learning rate for complete and shorter runs, which diverge above an edge."""
 
     unigram = 7.0
 
     def __init__(self, index: int):
         draw = random.Random(f"loss {index}")
         self.index = index
-        self.best_lr = 10 ** draw.uniform(-3.5, -1.5)  # of whole runs
+        self.best_lr = 10 ** draw.uniform(-3.5, -1.5)  # of complete runs
         self.edge = self.best_lr * 2 ** draw.uniform(0.7, 4)
         self.below = 10 ** draw.uniform(-2, -0.8)  # nats per squared octave below the best rate
-        self.shift = draw.uniform(-0.3, 1.2)  # octaves by which runs of 1/8 of the tokens like a higher rate
+        self.shift = draw.uniform(-0.3, 1.2)  # octaves by which 1/8 of the tokens raises the best rate
         self.above = self.below * draw.uniform(0.7, 3)
-        # the range test breaks elsewhere than whole runs do, or (above 1) nowhere
+        # the range test diverges at another rate than complete runs, or (above 1) never
         self.range_edge = 2.0 if draw.random() < 0.1 else self.edge * 2 ** draw.uniform(-0.5, 1)
         self.seed_sd = 10 ** draw.uniform(-2.5, -1.7)
 
     def mean(self, lr: float, share: float = 1.0) -> float:
-        """Expected loss in nats; infinite where runs diverge."""
+        """Return the expected loss in nats, or infinity where runs diverge."""
         if lr > self.edge:
             return math.inf
         shorter = -math.log2(share)
@@ -144,7 +144,7 @@ class LossCurve:
         return min(4.0 + 0.4 * shorter + rise, self.unigram + 0.2)
 
     def loss(self, lr: float, share: float, seed: int) -> float | None:
-        """Loss of one run; None where it diverges."""
+        """Return the loss of one run, or None if it diverges."""
         mean = self.mean(lr, share)
         if mean == math.inf:
             return None
@@ -153,7 +153,7 @@ class LossCurve:
         return mean + (common + own) / math.sqrt(2)
 
     def range_points(self, steps: int) -> list[tuple[float, float | None, int]]:
-        """(rate, training loss, skipped steps) of each step of a range test."""
+        """Return (rate, training loss, skipped steps) of each step of a range test."""
         draw = random.Random(f"range {self.index}")
         points: list[tuple[float, float | None, int]] = []
         for k in range(steps):
@@ -166,7 +166,7 @@ class LossCurve:
 
 
 class SimulatedSearch(BatchSearch):
-    """A search whose steps and memory follow a curve, by a memory formula that is off by up to 25 %."""
+    """A search whose steps and memory follow a curve, with a memory formula that is off by up to 25 %."""
 
     def __init__(self, curve: ThroughputCurve):
         config = make_config(model=TINY_MODEL, batch={"global_size": curve.global_size, "micro_size": 1})
@@ -221,7 +221,7 @@ def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation
     assert over_budget == 0
 
 
-def test_slow_starts_do_not_carry_a_search_far_beyond_its_budget() -> None:
+def test_slow_starts_exceed_the_budget_only_a_little() -> None:
     for index in range(0, CURVES, 5):
         slow = ThroughputCurve(index)
         slow.startup_s, slow.budget_s = 5 + index % 35, 60.0
@@ -232,7 +232,7 @@ def test_slow_starts_do_not_carry_a_search_far_beyond_its_budget() -> None:
 
 
 class SimulatedLrSearch(LrSearch):
-    """Trains nothing: the losses follow a curve."""
+    """A search that trains nothing and takes its losses from a curve."""
 
     def __init__(self, curve: LossCurve):
         config = make_config(
@@ -256,7 +256,7 @@ class SimulatedLrSearch(LrSearch):
         rung.trials[:] = lr_search.mark_diverged(rung.trials, self.curve.unigram)
 
 
-def test_the_rate_is_at_least_as_good_as_before() -> None:
+def test_the_learning_rate_is_at_least_as_good_as_before() -> None:
     gaps, trials = list[float](), 0
     for index in range(CURVES):
         search = SimulatedLrSearch(LossCurve(index))
@@ -268,7 +268,7 @@ def test_the_rate_is_at_least_as_good_as_before() -> None:
         choice = lr_search.choose_rate(search.rungs)
         assert choice is not None
         top, mean = lr_search.first_ladder(search.test, 5)[0], search.curve.mean
-        # of every rate that the search could come to: five, and three more at each end
+        # the search can reach five rates and three more at each end
         gaps.append(mean(choice.lr) - min(mean(top * 2.0**-k) for k in range(-3, 8)))
         trials += sum(len(rung.trials) for rung in search.rungs)
     assert sum(gap <= MAX_GAP_NATS for gap in gaps) >= REPLACED["lr"]["old"]["within"] - SLACK

@@ -1,4 +1,4 @@
-"""The list of slips (tests/slips.py) fits the code."""
+"""Tests that the seeded bugs of tests/slips.py match the code."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.slips import SLIPS, Slip
 
 
 @pytest.mark.parametrize("slip", SLIPS, ids=lambda slip: slip.name)
-def test_what_a_slip_replaces_stands_once_in_its_file(slip: Slip) -> None:
+def test_a_seeded_bug_replaces_text_that_occurs_once_in_its_file(slip: Slip) -> None:
     assert (ROOT / slip.file).read_text().count(slip.old) == 1
     assert slip.old != slip.new
     for path in slip.tests.split():
@@ -15,7 +15,7 @@ def test_what_a_slip_replaces_stands_once_in_its_file(slip: Slip) -> None:
         assert f"def {test.partition('[')[0]}" in (ROOT / file).read_text()
 
 
-def test_slips_have_names_of_their_own() -> None:
+def test_seeded_bugs_have_unique_names() -> None:
     assert len({slip.name for slip in SLIPS}) == len(SLIPS)
 
 
@@ -28,5 +28,5 @@ def test_slips_have_names_of_their_own() -> None:
         ("zip(a, strict=True)", False),
     ],
 )
-def test_a_mutant_of_zips_strict_alone_is_known(changed: str, same: bool) -> None:
+def test_a_mutant_that_changes_only_zips_strict_is_recognised(changed: str, same: bool) -> None:
     assert only_strict(f"- x = zip(a, b, strict=True)\n+ x = {changed}") == same

@@ -1,4 +1,4 @@
-"""Readers: every format and compression, and every way in which input can be bad."""
+"""Tests of the readers: every format and compression, and every kind of bad input."""
 
 import gzip
 import io
@@ -53,7 +53,7 @@ COMPRESSIONS: dict[str, Compressor] = {"": bytes, ".gz": gzip.compress, ".xz": l
 
 
 def fails(path: Path | str, kind: str, *parts: str) -> Issue:
-    """Reading raises one issue of this kind that names the file and these places or values."""
+    """Check that reading raises one issue of `kind` that names the file and `parts`. Return the issue."""
     (issue,) = raised_issues(read, path)
     assert (issue.setting, issue.kind) == (str(path), kind)
     assert all(part in issue.message for part in parts), issue
@@ -75,10 +75,10 @@ def test_every_format_and_compression_reads_the_same_documents(
 
 
 def test_a_zst_file_may_have_a_large_window(tmp_path: Path) -> None:
-    """256 MiB, as `zstd --long=28` makes: a frame by hand, with one raw block."""
+    """The frame is built by hand: one raw block, and the 256 MiB window of `zstd --long=28`."""
     pytest.importorskip("zstandard")
     text = b"some words\n"
-    block = (len(text) << 3 | 1).to_bytes(3, "little") + text  # the last one, not compressed
+    block = (len(text) << 3 | 1).to_bytes(3, "little") + text  # the last block, uncompressed
     path = tmp_path / "a.txt.zst"
     path.write_bytes(bytes.fromhex("28b52ffd00") + bytes([(28 - 10) << 3]) + block)
     assert read(path) == ["some words"]
@@ -93,7 +93,7 @@ def test_a_blank_line_ends_a_document(tmp_path: Path, compression: str) -> None:
     assert read(path) == ["one", "two", "three", "four", "five"]
 
 
-def test_a_document_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_document_of_many_lines_has_a_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 2**20)
     path = tmp_path / "a.txt"
     path.write_text(("x" * 1023 + "\n") * 1024 + "\n" + "y\n")
@@ -104,10 +104,10 @@ def test_a_document_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
-def test_streams_of_a_compressed_file_may_part_a_record_or_a_character(
+def test_streams_of_a_compressed_file_may_split_a_record_or_a_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str
 ) -> None:
-    """They come in chunks of a size, as a long line is joined from its chunks."""
+    """Chunks have a minimum size, because a long line is joined from its chunks."""
     monkeypatch.setattr(readers, "CHUNK_BYTES", 7)
     path = tmp_path / f"a.json{compression}"
     compress, data = COMPRESSIONS[compression], '[{"text": "na\u00efve"}, {"text": "b"}]'.encode()
@@ -120,10 +120,8 @@ def test_streams_of_a_compressed_file_may_part_a_record_or_a_character(
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
-def test_a_file_cut_anywhere_or_with_something_after_a_stream_is_refused(
-    tmp_path: Path, compression: str
-) -> None:
-    """Zeros may follow a stream of .gz and .xz, a frame to be skipped one of .zst."""
+def test_a_truncated_file_or_garbage_after_a_stream_is_refused(tmp_path: Path, compression: str) -> None:
+    """Zeros may follow a .gz or .xz stream, and a skippable frame may follow a .zst stream."""
     path, compress = tmp_path / f"a.txt{compression}", COMPRESSIONS[compression]
     one, two = compress(b"one\n"), compress(b"two\n" * 1000)
     skippable = b"\x5a\x2a\x4d\x18" + (30).to_bytes(4, "little") + b"?" * 30
@@ -142,16 +140,14 @@ def test_a_file_cut_anywhere_or_with_something_after_a_stream_is_refused(
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
-def test_a_small_file_that_unpacks_to_very_much_is_read_in_little_memory(
-    tmp_path: Path, compression: str
-) -> None:
+def test_a_decompression_bomb_is_read_in_little_memory(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"bomb.txt{compression}"
     path.write_bytes(COMPRESSIONS[compression]((b"x" * (2**20 - 1) + b"\n") * 128))
     assert path.stat().st_size < 2**18
     tracemalloc.start()
     try:
         assert sum(len(text) + 1 for text in readers.documents(readers.Source("", path))) == 2**27
-        # all of a piece is unpacked at once
+        # zstd unpacks a whole chunk at once
         assert tracemalloc.get_traced_memory()[1] < (2**27 if compression == ".zst" else 2**25)
     finally:
         tracemalloc.stop()
@@ -163,7 +159,7 @@ def test_a_small_file_that_unpacks_to_very_much_is_read_in_little_memory(
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0\ufeff"), max_size=30)
     )
 )
-def test_lines_across_chunk_borders(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+def test_lines_may_cross_chunk_borders(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     wanted = [*(line for line in lines if line and not line.isspace()), "end"]
     path = tmp_path_factory.mktemp("t") / "a.txt"
     path.write_bytes("\r\n".join([*lines, "end"]).encode())
@@ -173,7 +169,7 @@ def test_lines_across_chunk_borders(tmp_path_factory: pytest.TempPathFactory, li
 
 
 def test_globs_and_directories_are_sorted_and_literal_names_win(tmp_path: Path) -> None:
-    """Hidden files and folders in a directory are no text; the directory itself may be hidden."""
+    """Hidden files and folders in a directory are skipped. The directory itself may be hidden."""
     folder = tmp_path / ".above"
     for name in ("b.txt", "a.txt", "[x].txt", "sub/c.jsonl", "sub/skipped.py", ".hidden.txt", ".git/HEAD"):
         path = folder / name
@@ -186,7 +182,7 @@ def test_globs_and_directories_are_sorted_and_literal_names_win(tmp_path: Path) 
 
 
 BAD: list[tuple[str, bytes, str, str]] = [
-    # file, its content, kind of the issue, place
+    # file, content, kind of the issue, position
     ("bad.txt", b"good\nna\xefve", "unsupported", "line 2, byte 3"),
     ("bad.txt", "text".encode("utf-16"), "unsupported", "line 1"),
     ("bad.json", '[{"text": "na\u00efve"}]'.encode("latin1"), "unsupported", "0xef"),
@@ -201,7 +197,7 @@ BAD: list[tuple[str, bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "kind", "place"), BAD, ids=lambda value: repr(value)[:30])
-def test_bad_content_is_refused_with_its_place(
+def test_bad_content_is_refused_with_its_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, kind: str, place: str
 ) -> None:
     """A line that does not end is refused before it fills the memory."""
@@ -216,10 +212,10 @@ def test_bad_content_is_refused_with_its_place(
     st.booleans(),
     st.binary(max_size=300) | st.text(max_size=100).map(str.encode) | st.just(b'[{"text": "a"}, 1'),
 )
-def test_any_bytes_are_documents_or_one_issue(
+def test_any_bytes_give_documents_or_one_issue(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, packed: bool, content: bytes
 ) -> None:
-    """`packed`: compressed as the suffix says, so that the bytes reach the reader of the format."""
+    """`packed`: compress the bytes by the suffix, so that they reach the reader of the format."""
     folder = tmp_path_factory.mktemp("any")
     path = folder / f"a{suffix}"
     path.write_bytes(COMPRESSIONS[readers.suffixes(path)[1]](content) if packed else content)
@@ -248,7 +244,7 @@ def test_a_json_array_is_read_whole_up_to_a_limit(
 
 
 def test_a_key_may_be_a_path_of_nested_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that holds dots itself goes first."""
+    """A key that contains dots takes precedence."""
     records = [{"a": {"b": "nested", "c": {"d.e": "both"}}, "a.x": "dotted"}]
     (tmp_path / "a.jsonl").write_text(json.dumps(records[0]))
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -262,7 +258,7 @@ def test_a_key_may_be_a_path_of_nested_keys(tmp_path: Path, monkeypatch: pytest.
                 read(source, text_field=key)
 
 
-def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) -> None:
+def test_an_unknown_suffix_is_refused_unless_its_format_is_given(tmp_path: Path) -> None:
     path, packed = tmp_path / "big.csv", tmp_path / "compressed.csv.gz"
     path.write_text("id,text\n1,one\n")
     packed.write_bytes(gzip.compress(b"one\n"))
@@ -276,7 +272,7 @@ def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) 
     assert read(tmp_path, source_format="text") == ["id,text", "1,one", "one", "no suffix is text"]
 
 
-def test_bad_parquet(tmp_path: Path) -> None:
+def test_bad_parquet_files_are_refused(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "bad.parquet"
     path.write_bytes(as_parquet(DOCS)[:-9])
@@ -287,9 +283,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     fails(path, "wrong_type", "row 2", "NoneType")
 
 
-def test_absent_optional_packages_are_named_with_their_installation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_give_an_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     modules = {"a.parquet": "pyarrow", "a.txt.zst": "zstandard", "hub:some/set": "datasets"}
     for name, module in modules.items():
@@ -315,7 +309,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, rows: list[object]) -> list[object
     return calls
 
 
-def test_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_hub(monkeypatch, [{"text": d} for d in DOCS])
     assert read("hub:org/name:en", "hub:plain") == DOCS * 2
     assert calls == [("org/name", "en", "train", True), ("plain", None, "train", True)]

@@ -1,6 +1,6 @@
-"""Intervals and statistics against their documented formulas, by plain arithmetic.
+"""Tests of intervals and statistics against their documented formulas.
 
-That of a micro batch is in test_throughput.py, that of the noise scale in test_noise_estimate.py.
+test_throughput.py checks the interval of a micro batch, and test_noise_estimate.py the noise scale.
 """
 
 import math
@@ -21,16 +21,16 @@ def widening(repeats: int, quantile: float) -> float:
 @pytest.mark.parametrize(
     ("levels", "quantile", "shares"),
     [
-        # both the lower 1/4, mixed 1/2
+        # 1/4 of the draws have the lower repeat twice, 1/2 have both
         ((1.0, 4.0), 12.706204736, [1 / 4, 1 / 2, 1 / 4]),
-        # the median is the lowest in 7/27, the middle in 13/27
+        # the median is the lowest repeat in 7/27 and the middle one in 13/27 of the draws
         ((1.0, 2.0, 8.0), 4.302652730, [7 / 27, 13 / 27, 7 / 27]),
         ((1.0, 1.0, 1.02, 1.1, 1.1), 2.776445105, None),
     ],
 )
-def test_draws_of_repeats_that_do_not_vary_within(levels, quantile, shares) -> None:
-    """A draw is the median of as many repeats with replacement, widened in logarithms about the median; the
-    interval reaches from the shortest to the longest repeat."""
+def test_draws_of_repeats_with_constant_steps(levels, quantile, shares) -> None:
+    """A draw is the median of equally many repeats with replacement, widened in logarithms about the median.
+    The interval reaches from the shortest to the longest repeat."""
     drawn = stats.resampled_means([[level] * 12 for level in levels])
     assert drawn is not None
     assert drawn.shape == (2000,)
@@ -43,20 +43,20 @@ def test_draws_of_repeats_that_do_not_vary_within(levels, quantile, shares) -> N
     assert shares is None or counts / 2000 == pytest.approx(shares, abs=0.05)
 
 
-def test_steps_are_drawn_in_blocks_of_five_that_go_round() -> None:
-    """The variance of a mean of ceil(n / 5) windows of 5 steps; of two equal repeats, half of it."""
+def test_steps_are_drawn_in_blocks_of_five_that_wrap_around() -> None:
+    """The variance is that of a mean over ceil(n / 5) windows of 5 steps; two equal repeats halve it."""
     steps = [1 + 0.001 * (k % 7 == 0) + 0.002 * (k % 11 < 3) for k in range(33)]
     windows = [statistics.fmean(steps[(k + i) % 33] for i in range(5)) for k in range(33)]
     drawn = stats.resampled_means([steps, steps])
     assert drawn is not None
     expected = math.sqrt(statistics.pvariance(windows) / 7 / 2) / statistics.fmean(steps)
-    # half of the draws take the same repeat twice, with windows of their own
+    # half of the draws take the same repeat twice, with different windows
     assert statistics.stdev(np.log(drawn)) == pytest.approx(expected * widening(2, 12.706204736), rel=0.06)
     assert statistics.fmean(drawn) == pytest.approx(statistics.fmean(steps), rel=1e-3)
 
 
 def test_draws_follow_from_the_seed_and_need_two_repeats() -> None:
-    """A block is no longer than the steps."""
+    """A block is not longer than the list of steps."""
     assert stats.resampled_means([[1.0, 2.0, 3.0]] * 2) == pytest.approx(2.0)
     repeats = [[1.0, 2.0, 3.0, 5.0, 4.0, 6.0, 2.0], [1.0, 3.0, 3.0, 4.0, 4.0, 6.0, 2.0]]
     first, again, other = (stats.resampled_means(repeats, *seed) for seed in ((), (0,), (1,)))
@@ -67,7 +67,7 @@ def test_draws_follow_from_the_seed_and_need_two_repeats() -> None:
     assert stats.resampled_means(repeats[:1]) is None
 
 
-def test_intervals_are_the_central_95_per_cent() -> None:
+def test_intervals_are_the_central_95_percent() -> None:
     assert stats.interval(np.arange(1001.0)) == pytest.approx([25, 975])
     assert stats.interval(None) is None
     over, under = np.full(5, 6.0), np.full(5, 3.0)
@@ -77,15 +77,15 @@ def test_intervals_are_the_central_95_per_cent() -> None:
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.998])
-def test_quantiles_of_students_t_are_those_of_scipy(level: float) -> None:
+def test_quantiles_of_students_t_equal_scipys(level: float) -> None:
     t = pytest.importorskip("scipy.stats").t
     for degrees in (*range(1, 201), 1_000, 10**6):
         expected = t.ppf((1 + level) / 2, degrees)
         assert student(degrees, level) == pytest.approx(expected, rel=1e-6), degrees
 
 
-def test_the_half_width_of_a_mean_has_the_degrees_of_its_values() -> None:
-    """11 values: 2.228139 at 10 degrees of freedom, where a table ended in 9's."""
+def test_the_half_width_of_a_mean_uses_the_degrees_of_freedom_of_its_values() -> None:
+    """11 values have 10 degrees of freedom: t = 2.228139."""
     values = [float(k) for k in range(11)]
     sd = math.sqrt(sum((v - 5) ** 2 for v in values) / 10)
     assert stats.half_width(values) == pytest.approx(2.228139 * sd / math.sqrt(11), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Stepping: the norm, the clip, the skip, the freed gradients, and an engine's state there and back."""
+"""Tests of the optimizer step (norm, clip, skipped steps, freed gradients) and of the engines around it."""
 
 import dataclasses
 import os
@@ -33,12 +33,12 @@ from tests.helpers import TINY_MODEL, issues_of, make_config, raised_issues, tin
 from tests.ranks import run_ranks
 from tests.tensors import CPU, bits, with_moments
 
-# with an eps this large AdamW's step is nearly proportional to the gradient, so a wrong clip shows
+# with this large eps AdamW's step is nearly proportional to the gradient, so that a wrong clip shows
 OPTIM = OptimConfig(lr=0.1, eps=1.0, weight_decay=0.1)
 
 
 class Tied(Model):
-    """Two layers of which one serves twice, a norm and a buffer that is saved."""
+    """A model of two layers with a shared weight, a norm and a saved buffer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -59,7 +59,7 @@ class Tied(Model):
 
 def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    loss: Tensor = model(x).to(dtype).square().sum()  # a loss is never fp16: the scale would not fit into it
+    loss: Tensor = model(x).to(dtype).square().sum()  # never fp16, because the scaled loss would overflow
     return loss
 
 
@@ -80,7 +80,7 @@ def step_once(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
-def test_clip_is_torchs_and_the_norm_is_the_one_before(dtype: torch.dtype, max_norm: float) -> None:
+def test_clipping_equals_torchs_and_returns_the_unclipped_norm(dtype: torch.dtype, max_norm: float) -> None:
     ours, theirs = build(dtype), build(dtype)
     for step in range(3):
         loss_of(ours[0], step, dtype).backward()
@@ -114,7 +114,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, max_norm: flo
     assert not norm.isfinite()
     assert everything(model, optimizer) == before
     loss_of(model, 2).backward()
-    assert step_once(optimizer, max_norm).isfinite()  # the next step goes on
+    assert step_once(optimizer, max_norm).isfinite()  # the next step works again
     assert everything(model, optimizer) != before
 
 
@@ -163,20 +163,20 @@ def gathered(engine: Engine) -> State:
 
 
 class OverflowElsewhere(ShardedSums):
-    """What this rank holds is finite; another part of the same step is not."""
+    """Sums in which this rank's part is finite and another rank's part is not."""
 
     def total(self, sums_N: Tensor) -> Tensor:
         return super().total(sums_N) + torch.inf
 
 
-@pytest.mark.parametrize("holds", ["parts of its tensors", "some of the tensors"])
-def test_an_overflow_on_another_rank_halves_the_scale_and_skips_here_too(holds: str) -> None:
-    """As tensor parallelism and fsdp hold a tensor in parts, zero1 whole ones."""
+@pytest.mark.parametrize("sharding", ["parts of its tensors", "some of the tensors"])
+def test_an_overflow_on_another_rank_halves_the_scale_and_skips_the_step(sharding: str) -> None:
+    """Tensor parallelism and fsdp divide each tensor, and zero1 distributes whole tensors."""
 
     def step(sums: ShardedSums | None) -> Tensor:
         optimizer.zero_grad()
         scaler.scale(loss_of(model, 0)).backward()
-        if holds == "parts of its tensors":
+        if sharding == "parts of its tensors":
             return clip_and_step(optimizer, scaler, 0.5, sums)
         return clip_and_step(optimizer, scaler, 0.5, norm_sums=sums)
 
@@ -194,7 +194,7 @@ def test_an_overflow_on_another_rank_halves_the_scale_and_skips_here_too(holds: 
 
 @pytest.mark.parametrize("name", ["ddp", "accelerate"])
 def test_replicas_sum_with_loss_scale(name: str, group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP takes the mean of what an engine has multiplied by the number of replicas."""
+    """The engine multiplies by the number of replicas, because DDP takes the mean."""
     if name == "accelerate":
         pytest.importorskip("accelerate")
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
@@ -204,13 +204,13 @@ def test_replicas_sum_with_loss_scale(name: str, group_of_one: None, monkeypatch
         engine, model, bare, _ = prepare(name, fp16=fp16)
         engine.dp_size = 2
         norms.append(float(run_step(engine, model, 0, fp16=fp16)) * loss_scale)
-        # views of DDP's buckets: freed, they would stand twice
+        # gradients are views of DDP's buckets; freeing them would double the memory
         assert all(p.grad is not None and not p.grad.any() for p in bare.parameters())
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
 
 
 def gather_on_two_ranks() -> None:
-    """Rank 1 takes part and copies nothing: a whole state on the host of every rank may be too much."""
+    """Check that only rank 0 copies the state, because copies on all ranks may exceed the host's memory."""
     world = read_world(os.environ)
     connect(world, CPU)
     plain_to, copies = Tensor.to, []
@@ -237,13 +237,13 @@ def gather_on_two_ranks() -> None:
     disconnect()
 
 
-def test_a_gathered_state_is_on_rank_0_alone() -> None:
+def test_a_gathered_state_is_only_on_rank_0() -> None:
     run_ranks(2, gather_on_two_ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_mean_is_divided_before_it_is_narrowed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks; a gradient or a sum beyond fp16's 65,504 has a mean that fits."""
+    """On four ranks, a gradient or a sum above fp16's 65,504 can have a mean that fits."""
     ours, others = torch.tensor([2e5, 6e4, 1.0, -2e5]), torch.tensor([0.0, 1.8e5, 2.0, 1e5])
 
     def all_reduce(sent: Tensor, group: Any, async_op: bool) -> Any:
@@ -257,7 +257,7 @@ def test_a_mean_is_divided_before_it_is_narrowed(dtype: torch.dtype, monkeypatch
     group: Any = SimpleNamespace(size=lambda: 4)
     bucket: Any = SimpleNamespace(buffer=lambda: buffer)
     mean = reduce_narrow((group, dtype), bucket).wait()
-    assert mean is buffer  # DDP goes on with the wide one
+    assert mean is buffer  # DDP continues with the fp32 buffer
     torch.testing.assert_close(mean, (ours + others) / 4, rtol=1e-2, atol=0)
 
 
@@ -283,10 +283,10 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, shards: Pa
 
 
 @pytest.mark.parametrize(("global_size", "micro_batches"), [(4, [True]), (16, [False, True])])
-def test_the_dry_run_takes_one_micro_batch_of_each_kind_and_one_to_evaluate(
+def test_the_dry_run_runs_one_micro_batch_of_each_kind_and_one_evaluation(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, global_size: int, micro_batches: list[bool]
 ) -> None:
-    """Enough to compile everything, and no more: a step of a large batch may take minutes."""
+    """This compiles everything, whereas a step of a large batch may take minutes."""
     config = tiny_run(shards, batch={"global_size": global_size, "micro_size": 4}, eval={"max_sequences": 20})
     taken, done, plain = list[bool](), list[bool](), single.Engine.accumulate
 
@@ -303,10 +303,10 @@ def test_the_dry_run_takes_one_micro_batch_of_each_kind_and_one_to_evaluate(
     assert len(done) == len(micro_batches) + 1
 
 
-# --- sharing out
+# --- buckets and owners
 
 
-def test_zero1_sends_buckets_of_the_size_asked(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero1_sends_buckets_of_configured_size(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, sent = torch.distributed.reduce, list[int]()
 
     def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -321,12 +321,12 @@ def test_zero1_sends_buckets_of_the_size_asked(group_of_one: None, monkeypatch: 
         sent.clear()
 
 
-def test_ddp_has_the_buckets_and_the_graph_that_were_asked_for(group_of_one: None) -> None:
-    """The gradients that they hold are zeroed in place: freed, they would stand twice."""
+def test_ddp_uses_the_configured_buckets_and_graph(group_of_one: None) -> None:
+    """Gradients in the buckets are zeroed in place, because freeing them would double the memory."""
     for settings, wanted in (({}, [112]), ({"bucket_mib": 48 / 2**20, "static_graph": True}, [64, 48])):
         engine, model, bare, _ = prepare("ddp", **settings)
         places = []
-        for step in range(3):  # the buckets are made anew after the first
+        for step in range(3):  # DDP rebuilds the buckets after the first step
             run_step(engine, model, step)
             grads = [p.grad for p in bare.parameters() if p.grad is not None]
             places.append([grad.data_ptr() for grad in grads])
@@ -337,7 +337,7 @@ def test_ddp_has_the_buckets_and_the_graph_that_were_asked_for(group_of_one: Non
 
 
 def test_zero1_needs_a_tensor_for_each_replica(group_of_one: None) -> None:
-    """Here four: one weight that serves twice, a bias and the norm's two."""
+    """The model has four tensors: a shared weight, a bias and the norm's two."""
     engine, bare = engine_of("zero1"), Tied()
     engine.dp_size = 4
     engine.prepare(bare, lambda named: make_optimizer(OPTIM, named, bare))
@@ -350,8 +350,8 @@ SIZES = st.lists(st.integers(1, 1000), min_size=4, max_size=40)
 
 
 @given(sizes=SIZES, ranks=st.integers(1, 4))
-def test_owners_hold_elements_alike_not_tensors(sizes: list[int], ranks: int) -> None:
-    """No owner has more than another by more than its smallest tensor, so one large tensor weighs many."""
+def test_owners_have_similar_numbers_of_elements(sizes: list[int], ranks: int) -> None:
+    """An owner exceeds another by at most its smallest tensor, so a large tensor counts like many."""
     owners = assign({str(i): size for i, size in enumerate(sizes)}, ranks)
     held = [[size for i, size in enumerate(sizes) if owners[str(i)] == rank] for rank in range(ranks)]
     assert all(held)
@@ -363,7 +363,7 @@ def test_owners_hold_elements_alike_not_tensors(sizes: list[int], ranks: int) ->
 # --- deepspeed
 
 
-def test_deepspeed_is_told_what_the_configuration_says() -> None:
+def test_deepspeed_gets_the_settings_of_the_configuration() -> None:
     config = make_config(
         batch={"global_size": 8, "micro_size": 4}, optim={"clip": 0.75}, parallel={"zero_stage": 2}
     )
@@ -373,22 +373,22 @@ def test_deepspeed_is_told_what_the_configuration_says() -> None:
         "gradient_clipping": 0.75,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 25 * 2**20 / 4},
         "fp16": {"enabled": False},
-        "bf16": {"enabled": False},  # parameters are fp32
+        "bf16": {"enabled": False},  # because parameters are fp32
     }
     for precision, autocast in (("fp32", False), ("bf16", True)):
-        told = deepspeed.settings(config, precision)
-        assert {name: told[name] for name in wanted} == wanted
-        assert told["torch_autocast"]["enabled"] is autocast
+        passed = deepspeed.settings(config, precision)
+        assert {name: passed[name] for name in wanted} == wanted
+        assert passed["torch_autocast"]["enabled"] is autocast
 
 
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
-    """On a GPU without bf16; the configuration alone, checked before, says only auto."""
+    """A GPU without bf16 leads to fp16, which the earlier check of the configuration cannot know."""
     config = make_config(parallel={"engine": "deepspeed"})
     (line,) = issues_of(deepspeed.Engine, config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
     assert line.startswith("precision: auto means fp16")
 
 
-def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
 
@@ -398,7 +398,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("version", "is_old"), [((0, 19, 7), True), ((0, 9, 9), True), ((0, 19, 8), False)])
-def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
+def test_a_deepspeed_version_that_may_step_with_bad_gradients_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], is_old: bool
 ) -> None:
     parts = {f"__version_{part}__": n for part, n in zip(("major", "minor", "patch"), version, strict=True)}
@@ -406,7 +406,7 @@ def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
     package = SimpleNamespace(__version__=number, ops=SimpleNamespace(), comm=comm, **parts)
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DS_ACCELERATOR", "LOCAL_SIZE"):
-        monkeypatch.setenv(name, "1")  # so that it is as before when the test ends
+        monkeypatch.setenv(name, "1")  # so that monkeypatch restores the variable
         monkeypatch.delenv(name)
     settings = (make_config(parallel={"engine": "deepspeed"}), World(0, 0, 4, 2), CPU)
     if is_old:
@@ -414,7 +414,7 @@ def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
         assert "install 0.19.8" in line
     else:
         deepspeed.Engine(*settings, precision="fp32", run_dir=tmp_path)
-        assert package.ops.__compatible_ops__ == {}, "else it compiles for minutes"
+        assert package.ops.__compatible_ops__ == {}, "otherwise it compiles for minutes"
     assert (tmp_path / "deepspeed.json").exists() != is_old
-    # else it runs numactl at every reduction to count the ranks of the machine, or looks for a GPU
+    # otherwise deepspeed runs numactl at every reduction to count the ranks, or looks for a GPU
     assert (os.environ["LOCAL_SIZE"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")

@@ -1,4 +1,4 @@
-"""The scaling model by hand: on links of round figures, on a wire of a millisecond a byte, on real links."""
+"""Tests of the scaling model by hand: links of round numbers, a wire of 1 ms per byte, and real links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIMPLE, LL128 = (step_model.find_protocols("nvlink")[name] for name in ("simple"
 
 
 class Wire:
-    """A millisecond a byte in an all-reduce, half of it where bytes go one way only; no latency."""
+    """A link without latency: 1 ms per byte for an all-reduce, half of it for one-way collectives."""
 
     def seconds(self, size: float, ranks: int, kind: str = "all_reduce") -> float:
         return size * MS * (1.0 if kind == "all_reduce" else 0.5)
@@ -73,8 +73,9 @@ def test_tensor_parallel_neighbours_share_node_and_nics() -> None:
 @pytest.mark.parametrize("size", [2**k for k in range(4, 32, 3)])
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_a_collective_takes_the_fastest_protocol_of_ring_and_tree(nodes: int, size: int, kind: Any) -> None:
-    """NVLink 4 in nodes of 8, 8 x NDR between them. A ring of N ranks sends 2 (N - 1) times 1 / N of the
-    message, a tree both ways at 0.9 of the speed; over nodes the ring's large messages wait 1.9 x as long."""
+    """Nodes of 8 have NVLink 4, with 8 x NDR between them. A ring of N ranks sends 1 / N of the message
+    2 (N - 1) times; a tree sends it both ways at 0.9 of the speed. Between nodes, large ring messages wait
+    1.9 x as long."""
     ranks, times = 8 * nodes, 2 if kind == "all_reduce" else 1
     bus = min(450 * 0.8, 8 * 50 * 0.96 if nodes > 1 else 450) * 1e9
     share = 1.0 if kind == "rooted" else times * (ranks - 1) / ranks
@@ -92,8 +93,7 @@ def test_a_collective_takes_the_fastest_protocol_of_ring_and_tree(nodes: int, si
 
 
 def test_a_protocol_needs_both_levels() -> None:
-    """LL128 is not known over TCP, so even 8 bytes over 2 nodes go by the simple protocol; loopback knows no
-    tree."""
+    """TCP has no LL128, so even 8 bytes over 2 nodes use the simple protocol. Loopback has no tree."""
     simple = step_model.find_protocols("tcp")["simple"]
     tree = SIMPLE.tree_start + 2 * simple.tree + 2 * 8 / (10e9 * 0.9)
     assert Fabric(1, NEAR, TCP).seconds(8, 2) == pytest.approx(tree, rel=1e-12)
@@ -104,10 +104,10 @@ def test_a_protocol_needs_both_levels() -> None:
     assert NODE.seconds(8, 4) == pytest.approx(LL128.tree_start + 6 * LL128.tree, rel=1e-3)
 
 
-def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
+def test_a_measured_curve_replaces_the_model_within_its_node() -> None:
     curve = step_model.AllReduceCurve(4, {1e6: 3e-3, 4e6: 12e-3})
     fabric = dataclasses.replace(NODES, curve=curve)
-    bus = 2 * 3 / 4  # of the measured all-reduce
+    bus = 2 * 3 / 4  # factor of the measured all-reduce
     assert fabric.seconds(1e6, 4) == pytest.approx(3e-3)
     assert fabric.seconds(1e6, 2) == pytest.approx(3e-3 / bus)
     assert fabric.seconds(1e6, 4, "reduce_scatter") == pytest.approx(1.5e-3)
@@ -117,14 +117,14 @@ def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
     assert fabric.seconds(1e6, 1) == fabric.seconds(0, 4) == NODE.seconds(1e6, 1) == 0
 
 
-def test_between_its_points_a_curve_is_straight_in_logarithms() -> None:
+def test_a_curve_is_interpolated_in_logarithms() -> None:
     curve = step_model.AllReduceCurve(2, {1.0: 1.0, 16.0: 32.0, 4.0: 16.0})
     assert [curve.seconds(size) for size in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)] == pytest.approx(
         [1, 1, 4, 16, 16 * math.sqrt(2), 32, 64]
     )
 
 
-def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
+def test_blocks_are_ready_at_even_intervals_and_the_rest_at_the_end() -> None:
     sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "vocab_size": 512}
     model = ModelConfig(**sizes, position="learned")
     found = step_model.layer_gradients(model, num_parameters(model, 32), 2.0, 8.0)
@@ -133,7 +133,7 @@ def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
     assert [g.bytes / 2 for g in found] == [*[block] * 3, num_parameters(model, 32) - 3 * block]
 
 
-def test_the_first_bucket_alone_may_be_smaller_and_none_is_empty() -> None:
+def test_only_the_first_bucket_may_be_smaller_and_none_is_empty() -> None:
     gradients = [(2.0, t) for t in (4.0, 1.0, 2.0, 3.0)]
     assert step_model.fuse(gradients, 4.0, first=2.0) == [(2, 1), (4, 3), (2, 4)]
     assert step_model.fuse(gradients, 4.0) == [(4, 2), (4, 4)]
@@ -141,12 +141,12 @@ def test_the_first_bucket_alone_may_be_smaller_and_none_is_empty() -> None:
     assert step_model.fuse([], 4.0) == []
 
 
-def test_a_reduction_waits_for_its_bucket_and_for_the_one_before() -> None:
+def test_a_reduction_waits_for_its_bucket_and_the_previous_reduction() -> None:
     buckets = [(1, 1.0), (3, 1.5), (2, 9.0)]
     # 1-2, 2-5, 9-11: 6 s in all, of which 1 s is after the backward pass of 10 s
     assert outlast(buckets, 10.0, float, gain=1.0) == pytest.approx(1.0)
     assert outlast(buckets, 10.0, float, gain=0.5) == pytest.approx(6 - 0.5 * 5)
-    assert outlast(buckets, 2.0, float, gain=1.0) == pytest.approx(6.0)  # never more than all of them
+    assert outlast(buckets, 2.0, float, gain=1.0) == pytest.approx(6.0)  # at most all of them
     assert outlast([(0.5, 0.0), (0.25, 0.0)], 0.8, float, gain=1.0) == 0
 
 
@@ -154,43 +154,43 @@ def test_a_reduction_waits_for_its_bucket_and_for_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("options", "seconds"),
     [
-        # buckets of 3000 B at 0.8 s and 1000 B at 1.2 s: 0.8-3.8 and 3.8-4.8, the passes end at 1.2
+        # buckets of 3000 B at 0.8 s and 1000 B at 1.2 s: 0.8-3.8 and 3.8-4.8; the passes end at 1.2
         ({}, 3.6),
-        # half of the hidden 0.4 s is gained
+        # half of the 0.4 s that could be hidden is hidden
         ({"gain": 0.5}, 3.8),
         # 1000 B at 0.4 s and 3000 B at 1.2 s: 0.4-1.4 and 1.4-4.4
         ({"first_bucket": 1000}, 3.2),
-        # everything in one: 1.2-5.2
+        # one bucket: 1.2-5.2
         ({"bucket_bytes": 10**6}, 4.0),
         ({"overlap": False}, 4.0),
         # half of the bytes, in one bucket: 1.2-3.2
         ({"sent_bytes": 2.0}, 2.0),
         ({"sent_bytes": 2.0, "overlap": False}, 2.0),
-        # all is ready 1.5 x as late: 1.2-4.2 and 4.2-5.2, the passes end at 1.8
+        # everything is ready 1.5 x later: 1.2-4.2 and 4.2-5.2; the passes end at 1.8
         ({"slowdown": 1.5}, 3.4),
-        # to the owners 0.8-2.3 and 2.3-2.8, so 1.6; and back 4000 B, half a millisecond each
+        # to the owners 0.8-2.3 and 2.3-2.8, of which 1.6 s are exposed; back 4000 B at 0.5 ms each
         ({"engine": "zero1"}, 1.6 + 2.0),
     ],
 )
-def test_gradients_go_once_a_step(accumulation: int, options: dict[str, Any], seconds: float) -> None:
+def test_gradients_are_sent_once_per_step(accumulation: int, options: dict[str, Any], seconds: float) -> None:
     assert exposed_s(PROFILE, ask(4, accumulation=accumulation, **options)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
     ("accumulation", "gain", "seconds"),
     [
-        # Four blocks, of which one is the embedding: gather and scatter 1000 B, 0.5 s each; forward 0.2 s and
-        # backward 0.3 s. All in turn: 4 x 0.5 forward, 4 x 0.5 backward, 4 x 0.5 scatter.
+        # Four blocks, including the embedding: a gather or scatter of 1000 B takes 0.5 s, forward 0.2 s and
+        # backward 0.3 s. Without overlap: 4 x 0.5 forward, 4 x 0.5 backward, 4 x 0.5 scatter.
         (1, 0.0, 2.0 + 2.0 + 2.0),
         (3, 0.0, 3 * 2.0 + 3 * 2.0 + 2.0),
-        # The first is waited for; the next come beside a block: forward 0.3 s late, backward 0.2 s, and with
-        # the scatter 0.5 + 0.5 - 0.3 late
+        # The first gather is exposed. The others overlap with a block: 0.3 s late in forward, 0.2 s in
+        # backward, and with the scatter 0.5 + 0.5 - 0.3 s late.
         (1, 1.0, (0.5 + 3 * 0.3) + (1.0 + 3 * 0.7)),
         (3, 1.0, 3 * (0.5 + 3 * 0.3) + 2 * (0.5 + 3 * 0.2) + (1.0 + 3 * 0.7)),
         (3, 0.5, (14.0 + 9.5) / 2),
     ],
 )
-def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(accumulation, gain, seconds) -> None:
+def test_fsdp_gathers_twice_per_micro_batch_and_scatters_once_per_step(accumulation, gain, seconds) -> None:
     scenario = ask(4, engine="fsdp", accumulation=accumulation, gain=gain)
     assert exposed_s(PROFILE, scenario) == pytest.approx(seconds)
 
@@ -200,9 +200,9 @@ def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(accumulation,
     [("bf16", 1.024, 0.0, 0.0), ("bf16", 1.024, 1.0, 0.15), ("fp32", 2.048, 1.0, 0.15)],
 )
 def test_a_step_of_two_replicas_of_two_ranks(precision: str, once: float, gain: float, hidden: float) -> None:
-    """Accumulation 3, everything 1.5 x as slow, the slowest of four 10.49 % behind. Activations of 8 x 16 x 4
-    numbers take `once`: four a block and the look-up; half of a block's backward pass, 0.15 s, hides. The
-    gradients are one bucket, ready at the end."""
+    """Accumulation is 3, everything is 1.5 x slower, and the slowest of 4 ranks is 10.49 % behind. Reducing
+    activations of 8 x 16 x 4 numbers takes `once`, 4 times per block and once for the embedding; half of
+    a block's backward pass (0.15 s) hides a part. The gradients form one bucket, ready at the end."""
     profile = PROFILE.model_copy(update={"precision": precision})
     options = {"tensor": 2, "accumulation": 3, "slowdown": 1.5, "spread": 0.1, "gain": gain}
     row = predict(profile, ask(4, **options))
@@ -225,8 +225,8 @@ def test_a_step_of_two_replicas_of_two_ranks(precision: str, once: float, gain: 
 @pytest.mark.parametrize(
     ("engine", "ranks", "seconds"), [("ddp", 4, 0.4), ("fsdp", 4, 0.1), ("zero1", 4, 0.2), ("zero1", 2, 0.2)]
 )
-def test_the_optimizer_is_divided_as_the_engine_divides_it(engine: str, ranks: int, seconds: float) -> None:
-    """0.4 s; the largest of the tensors is half of all, so more than two owners win nothing."""
+def test_the_optimizer_time_follows_the_engines_sharding(engine: str, ranks: int, seconds: float) -> None:
+    """The largest tensor has half of all elements, so that more than two owners save no time."""
     assert predict(PROFILE, ask(ranks, engine=engine)).split_s.optimizer == pytest.approx(seconds)
     even = made(*[(1000, 0.4)] * 8)
     assert predict(even, ask(ranks, engine="zero1")).split_s.optimizer == pytest.approx(0.4 / ranks)
@@ -242,7 +242,7 @@ def crammed(micro_s: float = 0.1) -> StepProfile:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
-def test_one_rank_is_exactly_what_was_measured_and_links_without_end_lose_nothing(engine: str) -> None:
+def test_one_rank_equals_the_measurement_and_infinitely_fast_links_lose_nothing(engine: str) -> None:
     row = predict(crammed(), Scenario(REAL, 1, engine, accumulation=4, spread=0.05))
     assert row.step_time_s == 4 * 0.1 + 0.005
     assert (row.split_s.exposed_comm, row.split_s.straggler, row.efficiency) == (0, 0, 1)
@@ -253,7 +253,7 @@ def test_one_rank_is_exactly_what_was_measured_and_links_without_end_lose_nothin
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 0.564), (8, 1.424), (100, 2.508)])
-def test_the_slowest_of_many(ranks: int, expected: float) -> None:
-    """The expected greatest of so many standard normals."""
+def test_the_slowest_of_many_ranks(ranks: int, expected: float) -> None:
+    """`expected` is the mean of the maximum of `ranks` standard normal variables."""
     assert step_model.slowest(ranks, 0.0) == 1
     assert step_model.slowest(ranks, 1.0) - 1 == pytest.approx(expected, abs=0.03 if ranks > 1 else 0)

@@ -1,4 +1,4 @@
-"""Profiled steps: which are refused, what is recorded of them, and that nothing half-written has a name."""
+"""Tests of profiled steps: refused plans, recorded steps and failed writes."""
 
 import contextlib
 import gzip
@@ -19,7 +19,7 @@ from bert_dp.training.profiler import StepTrace
 from tests.helpers import raised_issues
 
 
-def test_steps_are_first_and_end_and_ranks_a_list() -> None:
+def test_a_plan_has_a_first_step_an_end_and_a_list_of_ranks() -> None:
     plan = parse_profile("10:13", "1, 0,1")
     assert plan == ProfilePlan(10, 12, (0, 1))
     assert plan.options(2) == ["--profile", "10:13", "--profile-ranks", "0,1"]
@@ -35,7 +35,7 @@ def test_steps_are_first_and_end_and_ranks_a_list() -> None:
         *(("1:2", ranks, "--profile-ranks") for ranks in ("", "0,-1")),
     ],
 )
-def test_what_is_no_range_of_steps_or_list_of_ranks_is_refused(steps: str, ranks: str, setting: str) -> None:
+def test_an_invalid_range_of_steps_or_list_of_ranks_is_refused(steps: str, ranks: str, setting: str) -> None:
     (issue,) = raised_issues(parse_profile, steps, ranks)
     assert issue.setting == setting
 
@@ -52,7 +52,7 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
 
 
 class Paused:
-    """A meter that notes when steps are not timed."""
+    """A fake meter that counts its pauses."""
 
     times, now = 0, False
 
@@ -64,7 +64,7 @@ class Paused:
 
 
 def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int | None = None) -> StepTrace:
-    """A run of `steps`, each a matrix product, that stops after step `stop`."""
+    """Run `steps`, each a matrix product, until step `stop`. Return the trace."""
     entered: list[str] = []
     heartbeat: Any = SimpleNamespace(enter=lambda phase, step: entered.append(phase))
     trace = StepTrace(plan, HostCollectives(World(rank, rank, 2, 2), None), run_dir, heartbeat)
@@ -77,7 +77,7 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
             break
     trace.reached(step, meter, at_end=True)
     assert (meter.times, meter.now) == (0 if trace.steps is None else 2, False)
-    assert entered == ["save"] * meter.times, "the launcher must not take it for a step that hangs"
+    assert entered == ["save"] * meter.times, "the launcher must not report a hung step"
     return trace
 
 
@@ -87,11 +87,11 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
         ((2, 3), range(1, 6), None, [2, 3]),
         ((1, 1), range(1, 6), None, [1, 1]),
         ((4, 5), range(1, 6), None, [4, 5]),
-        ((2, 4), range(1, 6), 3, [2, 3]),  # a signal came
-        ((2, 4), range(3, 6), None, [3, 4]),  # started again from the checkpoint of step 2
+        ((2, 4), range(1, 6), 3, [2, 3]),  # stopped by a signal
+        ((2, 4), range(3, 6), None, [3, 4]),  # resumed from the checkpoint of step 2
     ],
 )
-def test_the_steps_of_the_plan_are_recorded_as_far_as_the_run_takes_them(
+def test_the_planned_steps_that_the_run_takes_are_recorded(
     tmp_path: Path, plan: tuple[int, int], steps: range, stop: int | None, recorded: list[int]
 ) -> None:
     assert traced(ProfilePlan(*plan, (0,)), tmp_path, 0, steps, stop).steps == recorded
@@ -100,14 +100,14 @@ def test_the_steps_of_the_plan_are_recorded_as_far_as_the_run_takes_them(
     assert names["aten::mm"] == recorded[1] - recorded[0] + 1
 
 
-def test_other_ranks_and_steps_that_never_come_leave_nothing(tmp_path: Path) -> None:
+def test_other_ranks_and_steps_that_never_come_leave_no_profile(tmp_path: Path) -> None:
     assert traced(ProfilePlan(2, 3, (1,)), tmp_path, 0, range(1, 6)).steps == [2, 3]
     assert traced(ProfilePlan(8, 9, (0,)), tmp_path, 0, range(1, 6)).steps is None
     assert traced(ProfilePlan(2, 3, (0,)), tmp_path, 0, range(4, 6)).steps is None
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_profile_that_cannot_be_written_ends_no_run(
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "profile").write_text("in the way")

@@ -1,7 +1,7 @@
-"""Tensor parallelism: a model divided over 2 and 4 ranks is the whole model.
+"""Tests that a model sharded over 2 and 4 ranks by tensor parallelism equals the whole model.
 
-The ranks meet once and run every check; each becomes a test by its name. A check does all its collectives
-before it asserts, so that one that fails does not hold up the next.
+The ranks are started once and run every check; each check is one test. A check runs all its collectives
+before it asserts, so that a failing check does not block the next one.
 """
 
 import functools
@@ -67,14 +67,14 @@ def small(**changes: Any) -> ModelConfig:
 
 
 def make_model(dtype: torch.dtype = torch.float64, **changes: Any) -> CrammedBert:
-    """Weights large enough for every term to matter; the same ones at every call."""
+    """Return a model with equal weights at every call, large enough for every term to matter."""
     model = build_model(small(**changes), LENGTH, seed=0).to(dtype)
     randomise(model, 0.2, seed=1)
     return model
 
 
 def make_case() -> Case:
-    """Every token is read and every label predicted somewhere, and two labels count for nothing."""
+    """Return a case that reads every token and predicts every label. Two more labels are ignored."""
     generator = torch.Generator().manual_seed(2)
     ids_BS = torch.randperm(5 * LENGTH, generator=generator).view(5, LENGTH) % VOCABULARY
     labels_P = torch.cat([torch.arange(VOCABULARY), torch.full((2,), IGNORE)])
@@ -101,7 +101,7 @@ TOLERANCES = {  # relative, absolute
 
 
 def check_cross_entropy(tensor: TensorParallel, grid: RankGrid) -> None:
-    """Labels in every shard and on its borders; exp of the last rows overflows without the maximum."""
+    """Check labels in every shard and at its borders. exp of the last rows needs a subtracted maximum."""
     vocabulary = ParallelEmbedding(grid.tp_group.group_name, grid.tp_rank)
     generator = torch.Generator().manual_seed(0)
     labels_P = torch.cat([torch.arange(VOCABULARY), torch.tensor([IGNORE, 5, IGNORE, 17, 0, 23])])
@@ -145,7 +145,7 @@ def divided_names(model: CrammedBert, bias: bool) -> set[str]:
 
 
 def check_part_and_whole(tensor: TensorParallel, grid: RankGrid) -> None:
-    """Inverse of each other for every parameter of every variant; and each rank has its share."""
+    """Check that shard and unshard are inverse for every parameter, and that each rank has its share."""
     shards = []
     for variant in VARIANTS.values():
         model = make_model(**variant)
@@ -154,7 +154,7 @@ def check_part_and_whole(tensor: TensorParallel, grid: RankGrid) -> None:
         for name, p in model.named_parameters():
             whole = torch.arange(shapes[name].numel(), dtype=torch.float64).view(shapes[name])
             part = tensor.shard(name, whole)
-            turned = part.t().contiguous().t() if part.dim() == 2 else part  # of other strides
+            turned = part.t().contiguous().t() if part.dim() == 2 else part  # with other strides
             again = [tensor.unshard(name, part), tensor.unshard(name, turned)]
             shards.append(((variant, name), p, whole, part, again))
         divided = {name for name, p in model.named_parameters() if p.shape != shapes[name]}
@@ -167,7 +167,7 @@ def check_part_and_whole(tensor: TensorParallel, grid: RankGrid) -> None:
 
 
 def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: RankGrid) -> None:
-    """Loss, gradients, logits, and the loss without dropout, of the divided and the whole model."""
+    """Compare loss, gradients, logits and the loss without dropout of the sharded and the whole model."""
     results = []
     for divide in (False, True):
         model = make_model(**variant)
@@ -190,7 +190,7 @@ def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: RankGrid)
 
 
 def output_dtypes(model: CrammedBert) -> dict[str, torch.dtype]:
-    """What comes out of every linear layer in a forward pass under bf16 autocast."""
+    """Return the output dtype of every linear layer in a forward pass under bf16 autocast."""
     dtypes: dict[str, torch.dtype] = {}
     hooks = [
         module.register_forward_hook(lambda _m, _x, out, name=name: dtypes.update({name: out.dtype}))
@@ -224,7 +224,7 @@ def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: RankGr
 
 
 def check_lamb(tensor: TensorParallel, grid: RankGrid) -> None:
-    """Four clipped steps: norms over whole tensors, and the replicated ones counted once."""
+    """Check four clipped steps: norms span whole tensors and count replicated tensors once."""
     results = []
     for divide in (False, True):
         model = make_model(bias=True, head="dense")
@@ -249,7 +249,7 @@ def check_lamb(tensor: TensorParallel, grid: RankGrid) -> None:
 
 
 def check_grid(tensor: TensorParallel, grid: RankGrid) -> None:
-    """The ranks of a replica are neighbours; every other one holds the same part."""
+    """Check that the ranks of a replica are neighbours and that equal shards are `size` ranks apart."""
     rank, size = dist.get_rank(), grid.tp_size
     assert (grid.dp_rank, grid.tp_rank) == divmod(rank, size)
     first = rank - rank % size
@@ -269,7 +269,7 @@ CHECKS: dict[str, Check] = {
 
 
 def run_checks(folder: str) -> None:
-    """In every rank: all checks, over pairs of ranks and over all four; writes what failed."""
+    """Run all checks over pairs of ranks and over all four, and write the failures of this rank."""
     world = read_world(os.environ)
     connect(world, CPU)
     failures: dict[str, str] = {}
@@ -294,7 +294,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CHECKS)
-def test_ranks_agree_with_one(failures: list[dict[str, str]], name: str, size: int) -> None:
+def test_ranks_equal_a_single_rank(failures: list[dict[str, str]], name: str, size: int) -> None:
     for rank, results in enumerate(failures):
         assert not results[f"{name}/{size}"], f"rank {rank}:\n{results[f'{name}/{size}']}"
 
@@ -317,7 +317,7 @@ def test_activation_checkpointing_changes_no_bit(mlp: str, dropout: float) -> No
 
 
 def test_tensors_of_a_bucket_begin_at_aligned_addresses() -> None:
-    """A graph that is compiled for one layer's weights serves every layer, so all must lie alike."""
+    """A graph compiled for one layer's weights is used for every layer, so all need the same alignment."""
     for dtype in (torch.float32, torch.float64):
         sizes = {"bias": (2,), "weight": (5, 7), "norm": (13,), "last": (4, 4)}
         parameters = {name: nn.Parameter(torch.ones(*size, dtype=dtype)) for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""What reaches a terminal: no control characters, no secrets; and what happens without one."""
+"""Tests of terminal output: no control characters and no secrets."""
 
 import json
 import re
@@ -20,7 +20,7 @@ EVIL = f"\x1b[31mred\x1b[0m{OSC}\x9b2J\u202egpj\r\x08"
 
 
 @given(st.text(st.sampled_from("a[]0;m\\\n\x1b\x07\x9b\u202e"), max_size=20))
-def test_safe_text_has_no_control_characters_and_stays(text: str) -> None:
+def test_safe_removes_control_characters_and_is_idempotent(text: str) -> None:
     assert not CONTROL.search(safe(text))
     assert safe(safe(text)) == safe(text)
     assert safe(text) == text or CONTROL.search(text)
@@ -30,17 +30,17 @@ def test_safe_text_has_no_control_characters_and_stays(text: str) -> None:
     ("text", "expected"),
     [
         (f"a\x1b[1;31mb\x1b[0m{OSC}", "ab"),
-        ("a\x1b]0;never ended", "a\ufffd]0;never ended"),  # else it would hide the rest
+        ("a\x1b]0;never ended", "a\ufffd]0;never ended"),  # otherwise it would hide the rest
         ("a\x9b2J\x1bc", "a\ufffd2J\ufffdc"),
         ("invoice\u202egpj.exe", "invoice\ufffdgpj.exe"),
         ("a\tb\nc", "a\tb\nc"),
     ],
 )
-def test_safe(text: str, expected: str) -> None:
+def test_safe_removes_or_replaces_escape_sequences(text: str, expected: str) -> None:
     assert safe(text) == expected
 
 
-def test_every_way_to_the_console(
+def test_every_path_to_the_console_is_safe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cret-1")
@@ -59,7 +59,7 @@ def test_every_way_to_the_console(
     "arguments",
     [["train", EVIL], ["train", "evil.yaml"], ["scale", "--nproc", EVIL], ["report", "evil"], [EVIL]],
 )
-def test_hostile_names_reach_no_terminal(
+def test_hostile_names_do_not_reach_the_terminal(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

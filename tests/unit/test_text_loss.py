@@ -1,4 +1,4 @@
-"""`eval mlm`: which tokens and words of a text are drawn, what is divided by what, and what is said of it."""
+"""Tests of `eval mlm`: masked tokens and hidden words, losses and their denominators, and refusals."""
 
 import math
 import re
@@ -46,8 +46,8 @@ def model_of(size: int) -> CrammedBert:
 
 
 def hide(text: str, tokenizer: Tokenizer) -> tuple[list[Any], text_loss.WordCounts, list[Any], list[Any]]:
-    """The words of which a token is hidden, read back from the text by the tokens' places; the counts, and
-    the places of tokens that are seen and of all words."""
+    """Return the words with a hidden token, read from the text by the tokens' offsets; the counts; and the
+    spans of the hidden words and of the visible tokens."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
     hidden_T, counts = text_loss.hide_words(text, encoded.offsets, readers.document_key(text))
     places = [span for span, hides in zip(encoded.offsets, hidden_T, strict=True) if hides]
@@ -57,7 +57,7 @@ def hide(text: str, tokenizer: Tokenizer) -> tuple[list[Any], text_loss.WordCoun
     return [text[a:b] for a, b in covered], counts, covered, seen
 
 
-# --- what is drawn
+# --- masked tokens and hidden words
 
 
 def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
@@ -73,29 +73,29 @@ def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
     assert of_small.hidden_T.sum() > of_large.hidden_T.sum()
 
 
-def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
+def test_hidden_words_are_complete_and_counted_in_bytes_of_the_text() -> None:
     text = "Zw\u00f6lf Boxk\u00e4mpfer \u2192 jagen \u00e4\u00f6\u00fc, " * 30
     words, counts, covered, seen = hide(text, trained(90))
     assert all(not (x < b and a < y) for a, b in covered for x, y in seen)
-    arrows = counts.hidden - len(covered)  # the normaliser drops them, so no token stands for one
+    arrows = counts.hidden - len(covered)  # the normaliser drops arrows, so no token covers one
     assert counts.words == 150
     assert counts.without_token == arrows > 0
     assert counts.hidden_bytes == sum(len(word.encode()) for word in words) + arrows * len("\u2192".encode())
 
 
-def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:
+def test_the_masks_of_a_document_do_not_depend_on_other_documents() -> None:
     tokenizer = trained(80)
     whole, alone = read(DOCUMENTS, tokenizer), read(DOCUMENTS[7:8], tokenizer)
-    there = whole.document_T == 7
+    seventh = whole.document_T == 7
     for name in ("ids_T", "seen_T", "drawn_T", "hidden_T"):
-        assert getattr(whole, name)[there].tolist() == getattr(alone, name).tolist()
+        assert getattr(whole, name)[seventh].tolist() == getattr(alone, name).tolist()
     assert alone.drawn_T.any()
     assert alone.hidden_T.any()
     other = whole.document_T == 8
-    assert whole.drawn_T[there].tolist() != whole.drawn_T[other].tolist()
+    assert whole.drawn_T[seventh].tolist() != whole.drawn_T[other].tolist()
 
 
-def test_shares_of_what_is_drawn_and_how_it_is_seen() -> None:
+def test_the_shares_of_masked_random_and_kept_tokens() -> None:
     count, first, end = 200_000, 7, 64
     ids_T = np.full(count, 9, np.uint16)
     seen_T, drawn_T = text_loss.draw_tokens(ids_T, 3, 6, (first, end))
@@ -106,7 +106,7 @@ def test_shares_of_what_is_drawn_and_how_it_is_seen() -> None:
     assert set(seen_T[~drawn_T]) == {9}
 
 
-def test_special_tokens_of_a_text_are_text() -> None:
+def test_special_tokens_in_a_text_are_plain_text() -> None:
     text = read(["one <mask> two"], trained(80))
     special = tokens.special_ids(trained(80), "it")
     assert special["mask"] not in text.ids_T
@@ -114,11 +114,11 @@ def test_special_tokens_of_a_text_are_text() -> None:
     assert text.ids_T[-1] == special["sep"]
 
 
-# --- what is divided by what
+# --- losses
 
 
-def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
-    """Every logit is 0: ln V nats a token, log2 V bits a hidden one; every count by hand."""
+def test_a_model_with_zero_logits_needs_the_bits_of_its_vocabulary() -> None:
+    """The loss is ln V nats or log2 V bits per token. All counts are checked by hand."""
     tokenizer = trained(80)
     model, text = model_of(80), read(DOCUMENTS, tokenizer)
     torch.nn.init.zeros_(model.model.embeddings.tok_embeddings.weight)
@@ -134,8 +134,8 @@ def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
     assert words.bits_per_byte_se > 0
 
 
-def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_documents() -> None:
-    """A document of one word that is not hidden counts for none."""
+def test_hidden_words_outside_the_vocabulary_are_counted() -> None:
+    """A document without hidden words is not counted."""
     tokenizer = tokens.train(["a b c"], model="wordpiece", vocab_size=20, with_normalizer=True)
     documents = [*("xyz a " * 20 for _ in range(3)), *("a" for _ in range(30))]
     text, special = read(documents, tokenizer), tokens.special_ids(tokenizer, "it")
@@ -147,12 +147,12 @@ def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_doc
     assert 0 < unknown < words.tokens
 
 
-def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
+def test_the_loss_equals_the_training_loss_at_the_same_positions() -> None:
     tokenizer = trained(80)
     model, text = model_of(80), read(DOCUMENTS, tokenizer)
     row = text_loss.token_losses(model, text, LENGTH, quiet)
     total = 0.0
-    for first in range(0, len(text.ids_T), LENGTH):  # the last one is shorter
+    for first in range(0, len(text.ids_T), LENGTH):  # the last sequence is shorter
         cut = slice(first, first + LENGTH)
         (positions,) = np.nonzero(text.drawn_T[cut])
         ids = torch.from_numpy(text.seen_T[cut].astype(np.int64))[None]
@@ -162,11 +162,11 @@ def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
     assert row.loss * row.tokens == pytest.approx(total, rel=1e-5)
 
 
-def test_a_token_is_right_where_its_logit_is_the_greatest() -> None:
-    """A model that guesses what it sees is right where that is the token itself, and seldom elsewhere."""
+def test_a_prediction_is_right_if_its_logit_is_the_largest() -> None:
+    """A model that predicts its input is right where the token is visible, and rarely elsewhere."""
     model, text = model_of(80), read(DOCUMENTS, trained(80))
     with torch.no_grad():
-        model.model.embeddings.tok_embeddings.weight.mul_(100.0)  # beside them all else is little
+        model.model.embeddings.tok_embeddings.weight.mul_(100.0)  # embeddings now outweigh all other terms
         for layer in model.model.layers:
             for name in ("attn.Wo", "mlp.Wo"):
                 layer.get_submodule(name).weight.zero_()
@@ -174,8 +174,8 @@ def test_a_token_is_right_where_its_logit_is_the_greatest() -> None:
     assert text_loss.token_losses(model, text, LENGTH, quiet).accuracy == pytest.approx(same, abs=0.02)
 
 
-def test_the_error_of_a_ratio_by_hand() -> None:
-    """3 of 2 and 1 of 1: mean 4/3, residuals 1/3 and -1/3, sqrt(2/9 x 2/1) / 3 = 2/9. A third has nothing."""
+def test_the_standard_error_of_a_ratio_by_hand() -> None:
+    """3 / 2 and 1 / 1: mean 4/3, residuals 1/3 and -1/3, sqrt(2/9 x 2/1) / 3 = 2/9. The third is empty."""
     assert text_loss.ratio(np.array([3.0, 1.0, 0.0]), np.array([2, 1, 0])) == pytest.approx((4 / 3, 2 / 9))
     assert text_loss.ratio(np.array([3.0]), np.array([2])) == (1.5, None)
     assert text_loss.ratio(np.zeros(2), np.zeros(2, np.int64)) == (None, None)
@@ -183,7 +183,7 @@ def test_the_error_of_a_ratio_by_hand() -> None:
 
 @pytest.mark.parametrize("most", text_loss.BATCH_TOKENS.values())
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 8192, 8193, 20_000, 70_000])
-def test_every_token_is_read_once_in_sequences_of_one_length_but_the_last(count: int, most: int) -> None:
+def test_every_token_is_read_once_in_sequences_of_equal_length_except_the_last(count: int, most: int) -> None:
     cut = list(text_loss.pieces(count, LENGTH, most))
     assert {end - begin for begin, end, _ in cut if end < count // LENGTH * LENGTH} <= {most}
     assert [n for begin, end, _ in cut for n in range(begin, end)] == list(range(count))
@@ -192,14 +192,14 @@ def test_every_token_is_read_once_in_sequences_of_one_length_but_the_last(count:
     assert cut[-1][2] == (count % LENGTH or LENGTH)
 
 
-def test_a_model_that_has_diverged_is_not_scored() -> None:
+def test_a_diverged_model_is_not_scored() -> None:
     model = model_of(80)
     torch.nn.init.constant_(model.model.final_norm.weight, math.nan)
     with pytest.raises(RunFailed, match="not finite"):
         text_loss.token_losses(model, read(DOCUMENTS, trained(80)), LENGTH, quiet)
 
 
-# --- of a run
+# --- runs
 
 
 @pytest.fixture
@@ -214,13 +214,13 @@ def measure(run: Path, texts: Path, **options: Any) -> text_loss.TextLoss:
     return text_loss.text_loss(str(run), [str(texts)], **how)
 
 
-def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> None:
+def test_the_text_loss_of_a_run_and_its_report(run_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join("\n".join(DOCUMENTS[i : i + 3]) for i in range(0, 60, 3)))
     options = BuildConfig(documents="blank_line")
     measured = measure(run_dir, path, options=options)
     assert (measured.documents, measured.step, measured.precision) == (20, 12, "float32")
-    assert measured.vocab_size == 60, "of the tokenizer, not of the model"
+    assert measured.vocab_size == 60, "the tokenizer's, not the model's"
     assert measured.bytes == sum(map(len, DOCUMENTS)) + 40
     assert [source["documents"] for source in measured.sources] == [20]
     few = measured.model_copy(
@@ -229,7 +229,7 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     row = text_report(few).sections[0].tables[0].rows[0]  # Student's t of one degree of freedom: 12.706
     assert row.cells[0].text.endswith(" \u00b1 0.1271")
     fp32, bf16 = (measure(run_dir, path, options=options, precision=name) for name in ("fp32", "bf16"))
-    assert measured == fp32, "no GPU is here"
+    assert measured == fp32, "auto is fp32 without a GPU"
     assert bf16.precision == "bfloat16"
     assert 0 < abs(bf16.predicted.loss - fp32.predicted.loss) < 0.01
     path.write_text(" ".join(DOCUMENTS[:9]))
@@ -237,8 +237,8 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     assert (alone.documents, alone.predicted.loss_se) == (1, None)
 
 
-def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path: Path) -> None:
-    """A text of nothing else is refused."""
+def test_documents_without_tokens_are_counted(run_dir: Path, tmp_path: Path) -> None:
+    """A text in which no document has tokens is refused."""
     lost = "\u043c\u0438\u0440"
     (tmp_path / "a.txt").write_text("\n".join([*DOCUMENTS[:20], lost, *DOCUMENTS[20:], lost]))
     (tmp_path / "lost.txt").write_text(f"{lost}\n" * 40)
@@ -247,7 +247,7 @@ def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path
     assert (issue.setting, issue.kind, issue.other) == ("TEXT", "conflict", "RUN")
 
 
-def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> None:
+def test_texts_and_runs_that_cannot_be_measured_are_refused(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
 
     def refusal(run: Path) -> tuple[str, str, str | None]:

@@ -1,4 +1,4 @@
-"""Short runs in processes of their own: when one is run again, on which cores, what a signal does."""
+"""Tests of trials (short runs in separate processes): repetition, cores and stop signals."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def config(global_size: int = 8, *overrides: str) -> Config:
 
 
 def write(trial: Trial, summary: dict[str, Any], seconds: float | None = None) -> None:
-    """What a run of this trial leaves."""
+    """Write the files that a run of this trial leaves."""
     trial.directory.mkdir(parents=True, exist_ok=True)
     (trial.directory / "config.yaml").write_text(dump_config(trial.config))
     (trial.directory / "summary.json").write_text(json.dumps(summary))
@@ -68,7 +68,7 @@ def runner(out: Path, *slots: Slot, log: Log = print) -> AbstractContextManager[
         (killed(9, oom_kills=1), "failed"),
         # damaged
         ({"status": "done", "tokens": "many"}, None),
-        # something outside ended it: that says nothing of its settings
+        # ended from outside, which says nothing about the settings
         *((killed(number, oom_kills=0), None) for number in (1, 2, 9, 15)),
         (killed(11, oom_kills=0), "failed"),
         *((failed("x", kind), None) for kind in ("disk", "peer_gone")),
@@ -84,7 +84,7 @@ def test_an_ended_trial_is_not_repeated(tmp_path: Path, summary: dict[str, Any],
     outcome = trials.earlier_outcome(trial)
     assert (outcome and outcome.status) == status
     assert outcome is None or outcome.seconds == 9.0
-    assert trials.earlier_outcome(Trial(trial.directory, config(16), 2)) is None, "it is of other settings"
+    assert trials.earlier_outcome(Trial(trial.directory, config(16), 2)) is None, "other settings"
     moved = dataclasses.replace(trial, config=config(8, "data.path=/two"))
     assert trials.earlier_outcome(moved) == outcome, "the directory keeps the hash of its data"
 
@@ -102,7 +102,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("text", STEPS.values(), ids=STEPS)
-def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str) -> None:
+def test_a_run_with_incomplete_step_records_is_repeated(tmp_path: Path, text: str) -> None:
     trial = Trial(tmp_path / "t", config(8, "log.step_times=true"), 2)
     write(trial, {"status": "done"})
     (trial.directory / "steps").mkdir()
@@ -111,8 +111,8 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str)
     assert (trials.earlier_outcome(trial) is None) == (text != WHOLE)
 
 
-def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> None:
-    """A full disk may have taken them, and the run itself ended well."""
+def test_a_finetuning_run_without_predictions_is_repeated(tmp_path: Path) -> None:
+    """A full disk may prevent the predictions although the run ends well."""
     finetuned = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=x")
     write(trial := Trial(tmp_path, finetuned, 1), {"status": "done"})
     assert trials.earlier_outcome(trial) is None
@@ -140,7 +140,7 @@ def test_a_timed_run_has_the_users_settings_and_saves_nothing(
 
 @pytest.mark.parametrize(("warm_up", "exposed"), [(0, [0.1, 0.2, 0.3]), (2, [0.3])])
 def test_a_run_is_read_without_its_warm_up(tmp_path: Path, warm_up: int, exposed: list[float]) -> None:
-    """The samples of rank 0 alone count; the memory was highest in between."""
+    """`exposed` comes from rank 0 only. The memory is the highest of all lines."""
     none = dict.fromkeys(trials.PARTS, ())
     for rank in range(2):
         lines = [
@@ -161,15 +161,15 @@ def test_a_run_is_read_without_its_warm_up(tmp_path: Path, warm_up: int, exposed
         trials.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
 
 
-def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> None:
+def test_the_end_of_a_search_has_a_status_and_an_exit_code(tmp_path: Path) -> None:
     def end(error: Exception) -> None:
         raise error
 
-    said: list[str] = []
-    assert run_to_end(lambda: None, tmp_path, said.append) == SearchOutcome("complete")
+    logs: list[str] = []
+    assert run_to_end(lambda: None, tmp_path, logs.append) == SearchOutcome("complete")
     for error, outcome in ((Stopped(2), ("partial", None, 130)), (TrialsFailed("no"), ("failed", "no", 1))):
-        assert run_to_end(lambda error=error: end(error), tmp_path, said.append) == SearchOutcome(*outcome)
-    assert said == [f"stopped: the results so far are in {tmp_path}; the same command resumes from them"]
+        assert run_to_end(lambda error=error: end(error), tmp_path, logs.append) == SearchOutcome(*outcome)
+    assert logs == [f"stopped: the results so far are in {tmp_path}; the same command resumes from them"]
 
 
 STUBBORN = """
@@ -181,7 +181,7 @@ time.sleep(0.5)
 
 
 class Started(list[list[str]]):
-    """Arguments of the processes that were started, each of which runs `code`."""
+    """Arguments of the started processes, each of which runs `code`."""
 
     code, words, environ, begin = "", list[str](), None, staticmethod(lambda: None)
 
@@ -202,14 +202,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return made
 
 
-def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -> None:
-    said: list[str] = []
+def test_a_trial_that_ends_without_a_summary_runs_twice(tmp_path: Path, started: Started) -> None:
+    logs: list[str] = []
     trial = Trial(tmp_path / "t", config(), 2, cores=(1,), data_bytes=5)
-    with runner(tmp_path, Slot(cores=(0, 1)), log=said.append) as runs:
+    with runner(tmp_path, Slot(cores=(0, 1)), log=logs.append) as runs:
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in said] == ["t: interrupted or incomplete; restarted"]
+    assert [line.strip() for line in logs] == ["t: interrupted or incomplete; restarted"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
@@ -220,11 +220,11 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
 def test_a_trial_uses_its_slot_and_logs_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
-    """It logs a step, and ends once that was shown."""
-    trial, shown, said = Trial(tmp_path / "t", config(), 2), tmp_path / "shown", list[str]()
+    """The trial ends once its step has been logged."""
+    trial, shown, logs = Trial(tmp_path / "t", config(), 2), tmp_path / "shown", list[str]()
 
     def log(line: str) -> None:
-        said.append(line)
+        logs.append(line)
         shown.touch()
 
     def begin() -> None:
@@ -239,13 +239,13 @@ def test_a_trial_uses_its_slot_and_logs_its_step(
     slots = [Slot((0, 3), ("2", "5"))]
     with trials.runner(tmp_path, slots, launcher="accelerate", on_gpu=True, log=log) as runs:
         assert runs.run_one(trial).status == "ok"
-    assert said[0].startswith("  t: step 1 of 2, running for ")
+    assert logs[0].startswith("  t: step 1 of 2, running for ")
     ((_, ranks, options),) = started
     assert (ranks, started.environ) == ("2", {"CUDA_VISIBLE_DEVICES": "2,5"})
     assert json.loads(options) == {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
 
 
-def test_the_process_of_a_trial_runs_what_it_is_asked_for(
+def test_the_process_of_a_trial_follows_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = mock.Mock(return_value=RunOutcome(3, Failure(rank=1, message="ValueError: no")))
@@ -263,22 +263,22 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
 
 def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: Started) -> None:
     ended: list[str] = []
-    write(Trial(tmp_path / "there", config(), 1), {"status": "done"}, 2.0)
+    write(Trial(tmp_path / "earlier", config(), 1), {"status": "done"}, 2.0)
 
     def due() -> Iterator[Trial]:
-        for number, name in enumerate(("there", "a", "b")):
-            assert ended == ["there", "a"][:number]
+        for number, name in enumerate(("earlier", "a", "b")):
+            assert ended == ["earlier", "a"][:number]
             yield Trial(tmp_path / name, config(), 1)
 
     with runner(tmp_path, Slot()) as runs:
         for trial, _ in runs.run(due()):
             ended.append(trial.name)
-    assert ended == ["there", "a", "b"]
+    assert ended == ["earlier", "a", "b"]
     assert [Path(line[0]).name for line in started] == ["a", "a", "b", "b"]
 
 
 def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, started: Started) -> None:
-    """A second one would end it before it has told how far it is."""
+    """A second signal would end the trial before it writes its summary."""
     notes = tmp_path / "signals"
     started.code, started.words = STUBBORN, [str(notes)]
     with runner(tmp_path, Slot()) as runs:
@@ -287,7 +287,7 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, started: Starte
     assert notes.read_text() == "15\n"
 
 
-def test_helper_answer_and_stop(tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+def test_helpers_answer_or_stop(tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]) -> None:
     core = min(os.sched_getaffinity(0))
     started.code = "import os; print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
     before = os.sched_getaffinity(0)
@@ -295,7 +295,7 @@ def test_helper_answer_and_stop(tmp_path: Path, started: Started, capsys: pytest
         assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
         assert os.sched_getaffinity(0) == before
         assert capsys.readouterr().err == ""
-        assert started.environ == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
+        assert started.environ == {"CUDA_VISIBLE_DEVICES": ""}, "trials on CPU ranks see no GPU"
         started.code = f"print('noise'); {started.code}; os._exit(3)"
         assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
         assert "warning: m exited with code 3" in capsys.readouterr().err
@@ -306,7 +306,7 @@ def test_helper_answer_and_stop(tmp_path: Path, started: Started, capsys: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
+def test_the_cause_and_the_kind_of_a_failure_are_read(tmp_path: Path) -> None:
     assert (trials.failure_kind(tmp_path), trials.heldout_losses(tmp_path)) == ("no_cause", {})
     (tmp_path / "summary.json").write_text(json.dumps(failed("full", "disk")))
     assert (trials.cause(tmp_path), trials.failure_kind(tmp_path)) == ("full", "disk")
@@ -327,12 +327,12 @@ def test_ranks_have_as_many_threads_as_cores(tmp_path: Path, monkeypatch: pytest
         assert (tmp_path / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
 
 
-def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials() -> None:
-    """60 s for a third of what this call has to do; an earlier call had run most of the search."""
-    said: list[str] = []
+def test_the_time_left_follows_from_the_shares_and_seconds_of_this_call() -> None:
+    """A third of this call's work took 60 s. An earlier call has run most of the search."""
+    logs: list[str] = []
     for at_a_time in (1, 2):
-        progress = trials.Progress([5.0, 5.0, 2.0, 4.0], said.append, at_a_time)
+        progress = trials.Progress([5.0, 5.0, 2.0, 4.0], logs.append, at_a_time)
         progress.skip(5.0)
         progress.skip(5.0)
         progress.ended(2.0, 60.0, "a: ok")
-    assert said == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
+    assert logs == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]

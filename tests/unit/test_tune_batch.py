@@ -1,4 +1,4 @@
-"""`tune batch` without processes: the search on records made up, trials, cache."""
+"""Tests of `tune batch` without processes: the search on made-up records, trials and the cache."""
 
 import contextlib
 import dataclasses
@@ -33,14 +33,14 @@ def config(global_size: int = 64) -> Config:
     return make_config("precision=fp32", batch={"global_size": global_size, "micro_size": 1})
 
 
-def spec_of(asked: Config, budget_s: float = 60.0, launcher: str = "torchrun", **changes: Any) -> Any:
-    """On two CPU ranks of 1 GiB each."""
+def spec_of(given: Config, budget_s: float = 60.0, launcher: str = "torchrun", **changes: Any) -> Any:
+    """Return the specification of a search on two CPU ranks of 1 GiB each."""
     options = BatchOptions("2", budget_s, 1.0, launcher)
-    return dataclasses.replace(BatchSearchSpec(asked, options, 2, (1, 2), 1.0, False, "fp32"), **changes)
+    return dataclasses.replace(BatchSearchSpec(given, options, 2, (1, 2), 1.0, False, "fp32"), **changes)
 
 
 @pytest.mark.parametrize(("memory_gib", "limit"), [(3.0, 3.0), (None, 8.0)])
-def test_a_rank_may_use_what_is_asked_or_its_share(memory_gib: float | None, limit: float) -> None:
+def test_a_rank_may_use_the_requested_memory_or_its_share(memory_gib: float | None, limit: float) -> None:
     here = dataclasses.replace(environment.probe(), gpus=[], memory_available_gib=16.0, memory_limit_gib=None)
     for nproc in ("2", "auto"):
         options = BatchOptions(nproc, 90.0, memory_gib, "accelerate")
@@ -52,7 +52,7 @@ def test_a_rank_may_use_what_is_asked_or_its_share(memory_gib: float | None, lim
 
 
 def found(**changes: Any) -> TuneBatch:
-    """A search that has chosen 8 sequences, of 4 GiB."""
+    """Return a search that has chosen 8 sequences with 4 GiB."""
     size = {"micro_batch": 8, "status": "ok", "peak_gib": 4.0, "runs": 1}
     choice = tune_fixture.batch()["choice"] | {"micro_batch": 8, "limited_by": "memory"}
     return TuneBatch.model_validate(
@@ -60,15 +60,15 @@ def found(**changes: Any) -> TuneBatch:
     )
 
 
-def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
+def test_an_auto_micro_batch_is_the_runs_own_a_cached_or_a_new_one(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(batch.job, "prepare_data", lambda config: Path(config.data.path))
-    asked: list[dict[str, Any]] = []
+    given: list[dict[str, Any]] = []
 
     def search(name: str, overrides: list[str], options: BatchOptions, how: VerbOptions) -> int:
-        asked.append({"options": options, "overrides": overrides, **how._asdict()})
+        given.append({"options": options, "overrides": overrides, **how._asdict()})
         assert how.out is not None
         how.out.mkdir(parents=True, exist_ok=True)
         done = found(status="failed" if exit_code else "complete", choice=tune_fixture.batch()["choice"])
@@ -86,22 +86,22 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
         return overrides, code, capsys.readouterr().out
 
     assert resolve(dry_run=True)[:2] == ([*settings, "batch.micro_size=1"], 0)
-    assert asked == []
+    assert given == []
     exit_code = 1
     assert resolve()[:2] == (settings, 1)
     exit_code = 0
-    overrides, code, said = resolve()
+    overrides, code, logged = resolve()
     assert (overrides[-1], code) == ("batch.micro_size=8", 0)
-    assert "auto = 8, measured just now" in said
-    (failed, done) = asked
-    assert failed["out"] == done["out"], "a search that was ended goes on"
+    assert "auto = 8, measured just now" in logged
+    (failed, done) = given
+    assert failed["out"] == done["out"], "a failed search is resumed"
     assert done["options"] == BatchOptions("2", 300.0, None, "accelerate")
     assert (done["overrides"], done["dry_run"]) == (settings, False)
-    for more in ([], ["optim.lr=0.5"]):  # of the same speed
+    for more in ([], ["optim.lr=0.5"]):  # settings that keep the speed
         assert "auto = 8, measured on 2026-11-24" in resolve(*more)[2]
-    assert len(asked) == 2
+    assert len(given) == 2
     resolve("optim.name=lamb")
-    assert len({each["out"].parent for each in asked}) == 2
+    assert len({each["out"].parent for each in given}) == 2
     (run_dir := tmp_path / "run").mkdir()
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
     assert "auto = 2, as in this run" in resolve(run_dir=run_dir)[2]
@@ -111,13 +111,12 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
 
 
 class MadeRunner(Runner):
-    """Trials that write what real ones would: a step takes 0.01 s and 0.01 s a sequence of a replica, the
-    second rank 0.4 GiB more than the first. The run for the noise scale measures one, and its batch is kept.
-    """
+    """A runner that writes the records of trials: a step takes 0.01 s plus 0.01 s per sequence of a replica,
+    and rank 1 uses 0.4 GiB more than rank 0. The noise scale run sets `noise_batch`."""
 
     noise_batch: tuple[int, int] | None = None
     speedup = 0  # power of the micro batch in the speed of a step
-    lost = (1000, "", "")  # least micro batch that is lost, the kind of failure, the status
+    lost = (1000, "", "")  # smallest micro batch that fails, kind of failure, status
 
     def run_one(self, trial: Trial) -> TrialOutcome:
         batch, steps = trial.config.batch, trial.config.schedule.steps or 0
@@ -141,13 +140,13 @@ class MadeRunner(Runner):
 
 
 class PreferringRunner(MadeRunner):
-    """The largest micro batch is by far the fastest."""
+    """A runner whose largest micro batch is by far the fastest."""
 
     speedup = 1
 
 
 class LosingRunner(MadeRunner):
-    """Micro batches of 10 sequences and more are out of memory."""
+    """A runner that is out of memory at micro batches of 10 sequences and more."""
 
     lost = (10, "device_memory", "oom")
 
@@ -173,8 +172,8 @@ def searched(runs: Runner, log: Log = print, **changes: Any) -> TuneBatch:
     return search.result(SearchOutcome("complete"), {})
 
 
-def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
-    """Nine tenths of 1.6 GiB: 16 sequences fit beside 0.9 GiB, 32 would beside the 0.5 of rank 0."""
+def test_a_search_follows_the_rank_with_the_most_memory(tmp_path: Path) -> None:
+    """In nine tenths of 1.6 GiB, 16 sequences fit on rank 1 (+ 0.9 GiB) and 32 on rank 0 (+ 0.5 GiB)."""
     tune = searched(runner(MadeRunner, tmp_path))
     assert tune.memory_line is not None
     assert tune.memory_line.intercept_gib == pytest.approx(0.9)
@@ -184,7 +183,7 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     assert [size.micro_batch for size in tune.sizes] == [1, 2, 4, 8, 16]
     for size in tune.sizes:
         assert (size.status, size.peak_gib) == ("ok", pytest.approx(made_gib(size.micro_batch, 1)))
-    assert (tune.choice.micro_batch, tune.choice.limited_by) == (1, "memory"), "all are as fast"
+    assert (tune.choice.micro_batch, tune.choice.limited_by) == (1, "memory"), "equal speeds"
 
 
 @pytest.mark.parametrize(
@@ -192,31 +191,31 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     [(60.0, "memory", [1, 2, 4, 8, 16]), (12.0, "memory", [4, 8, 16]), (4.0, "budget", [1, 2, 4])],
 )
 def test_a_search_keeps_to_its_budget(tmp_path: Path, budget_s, limited_by, sizes) -> None:
-    said: list[str] = []
-    tune = searched(runner(MadeRunner, tmp_path), said.append, budget_s=budget_s)
+    logged: list[str] = []
+    tune = searched(runner(MadeRunner, tmp_path), logged.append, budget_s=budget_s)
     assert tune.choice.limited_by == limited_by
     assert [size.micro_batch for size in tune.sizes] == sizes
-    assert [trial.micro_batch for trial in tune.trials][: len(sizes)] == sizes, "ascending"
+    assert [trial.micro_batch for trial in tune.trials][: len(sizes)] == sizes, "sizes ascend"
     assert {trial.samples for trial in tune.trials} == {2 * sizes[-1]}
-    assert tune.seconds <= budget_s + 1.0, "by a start-up at most"
-    assert len(said) > len(tune.trials)
-    assert tune.noise.verdict == ("ok" if budget_s == 60 else "inconclusive"), "for lack of time"
+    assert tune.seconds <= budget_s + 1.0, "at most a start-up over"
+    assert len(logged) > len(tune.trials)
+    assert tune.noise.verdict == ("ok" if budget_s == 60 else "inconclusive"), "no time left"
 
 
 @pytest.mark.parametrize(("budget_s", "timed"), [(1.9, 2), (1.0, 1), (0.5, 0)])
 def test_no_trial_starts_after_one_and_a_quarter_of_the_budget(tmp_path: Path, budget_s, timed) -> None:
-    """A trial takes a second: one for the memory, which is timed itself if there is no time for another."""
-    said = list[str]()
-    tune = searched(runner(MadeRunner, tmp_path), said.append, budget_s=budget_s)
+    """A trial takes 1 s. The memory trial is timed itself if there is no time for another trial."""
+    logged = list[str]()
+    tune = searched(runner(MadeRunner, tmp_path), logged.append, budget_s=budget_s)
     assert (len(tune.memory_trials), len(tune.trials)) == (int(timed > 0), max(1, timed))
     assert tune.seconds <= 1.25 * budget_s + 1.0
     assert tune.choice.limited_by == "budget"
-    assert any("the budget has time for" in line for line in said)
+    assert any("the budget has time for" in line for line in logged)
 
 
 @pytest.mark.parametrize(("ranks", "most", "micro"), [(2, 32, 32), (1, 64, 32), (1, 32, 32)])
 def test_two_batches_are_compared_for_the_noise_scale(tmp_path: Path, ranks, most, micro) -> None:
-    """One replica that takes the declared batch at once measures it at the next smaller micro batch."""
+    """A single replica whose micro batch is the global batch uses the next smaller micro batch."""
     sizes, runs = tuple(2**k for k in range(most.bit_length())), runner(PreferringRunner, tmp_path)
     tune = searched(runs, ranks=ranks, sizes=sizes, limit_gib=None)
     assert (tune.choice.micro_batch, tune.choice.limited_by) == (most, "global batch")
@@ -227,14 +226,14 @@ def test_two_batches_are_compared_for_the_noise_scale(tmp_path: Path, ranks, mos
 @pytest.mark.parametrize(
     ("kind", "status", "code"), [(MadeRunner, "complete", 0), (FailingRunner, "failed", 1)]
 )
-def test_the_result_says_what_was_searched_and_how_it_ended(
+def test_the_result_records_the_search_and_its_outcome(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Runner], status: str, code: int
 ) -> None:
     monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     made = runner(kind, tmp_path)
     monkeypatch.setattr(batch.trials, "runner", lambda *_, **options: contextlib.nullcontext(made))
-    asked = config().model_copy(update={"parallel": config().parallel.model_copy(update={"tensor": 2})})
-    two = spec_of(asked, limit_gib=2.0, budget_s=500.0)
+    given = config().model_copy(update={"parallel": config().parallel.model_copy(update={"tensor": 2})})
+    two = spec_of(given, limit_gib=2.0, budget_s=500.0)
     tune, exit_code = batch.measure(two, batch.output_of(two, tmp_path), print)
     assert (tune.status, exit_code) == (status, code)
     assert (tune.ranks, two.dp, tune.config["parallel"]["tensor"], tune.global_batch) == (2, 1, 2, 64)
@@ -243,7 +242,7 @@ def test_the_result_says_what_was_searched_and_how_it_ended(
 
 
 def test_a_size_that_is_out_of_memory_is_a_result_and_no_larger_one_runs(tmp_path: Path) -> None:
-    """The formula knows little of these runs, so 32 is the second memory trial."""
+    """The formula underestimates these runs, so that 32 is the second memory trial."""
     tune = searched(runner(LosingRunner, tmp_path), limit_gib=16.0)
     (lost,) = (trial for trial in tune.trials if trial.status != "ok")
     assert (lost.micro_batch, lost.status, lost.reason) == (16, "oom", "rank 1: no memory")
@@ -253,7 +252,7 @@ def test_a_size_that_is_out_of_memory_is_a_result_and_no_larger_one_runs(tmp_pat
 
 
 def test_if_no_timed_size_fits_smaller_ones_are_timed(tmp_path: Path) -> None:
-    """The budget has time for three sizes, of which the largest that the line allows are out of memory."""
+    """The budget allows three sizes, and the largest ones that the memory line allows are out of memory."""
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     tune = searched(runner(LosingRunner, tmp_path), limit_gib=16.0, budget_s=11.0, sizes=sizes)
     assert {size.micro_batch for size in tune.sizes if size.status == "ok"} <= {1, 2, 4, 8}
@@ -282,7 +281,7 @@ def test_one_rank_over_its_limit_rejects_the_size(peaks: list[float], status: st
 def test_a_trial_keeps_the_users_settings_and_a_cpu_rank_its_limit(
     tmp_path: Path, changes: dict[str, Any], guard: int | None, warm_up: int
 ) -> None:
-    """An allocation fails a gibibyte above the limit. A GPU's own memory is its limit."""
+    """On CPU ranks, allocations fail 1 GiB above the limit. A GPU is limited by its own memory."""
     noisy = make_config("log.noise_scale=true", "batch.global_size=8")
     spec = spec_of(noisy, **changes)
     trial = BatchSearch(spec, runner(Runner, tmp_path), print).trial("t", 2, 8, 4)
@@ -293,8 +292,8 @@ def test_a_trial_keeps_the_users_settings_and_a_cpu_rank_its_limit(
 
 
 @pytest.mark.parametrize(("budget_s", "taken"), [(60.0, True), (120.0, True), (30.0, False)])
-def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: float, taken: bool) -> None:
-    """A search that could not settle its choice advises one."""
+def test_a_search_resumes_only_with_a_larger_budget(tmp_path: Path, budget_s: float, taken: bool) -> None:
+    """An unsettled search advises a larger budget."""
     results.write(tmp_path / PLAN, batch.output_of(spec_of(config(8)), tmp_path).plan)
     output = batch.output_of(spec_of(config(8), budget_s=budget_s), tmp_path)
     assert (output.issues() == []) == taken
@@ -303,11 +302,11 @@ def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: f
 MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"torch": "2"}}
 
 
-def key(asked: Config, machine: dict[str, Any] = MACHINE, **changes: Any) -> str:
-    return batch.cache_key(spec_of(asked, **{"precision": asked.precision, **changes}), MACHINE | machine)
+def key(given: Config, machine: dict[str, Any] = MACHINE, **changes: Any) -> str:
+    return batch.cache_key(spec_of(given, **{"precision": given.precision, **changes}), MACHINE | machine)
 
 
-def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
+def test_the_cache_key_follows_only_what_affects_the_speed() -> None:
     base = key(config())
     decides = ["optim.name=lamb", "log.noise_scale=true", "objective.mask_rate=0.3", "model.num_layers=3"]
     decides += ["run.deterministic=true", "data.workers=3", "compile=on", "precision=fp64"]
@@ -319,7 +318,7 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
         assert key(config(), machine) != base
     for changes in ({"launcher": "accelerate"}, {"ranks": 1}):
         assert key(config(), **changes) != base, changes
-    assert key(config(), limit_gib=2.0) == base, "what is free now is judged when it is found"
+    assert key(config(), limit_gib=2.0) == base, "the limit is checked after the look-up"
     cards = [{"name": "A", "driver": "1", "memory_gib": 80.0, "index": k} for k in range(2)]
     kinds: list[dict[str, Any]] = [{}, {"name": "B"}, {"driver": "2"}]
     machines = [{"gpus": [{**card, **change} for card in cards]} for change in kinds]
@@ -327,18 +326,18 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "limit_gib", "holds"),
+    ("changes", "limit_gib", "valid"),
     [
         ({}, 5.0, True),
         ({}, None, True),
-        ({}, 3.9, False),  # it does not fit any more
-        ({}, 5.6, False),  # more would fit
-        ({}, 5.4, True),  # hardly more
+        ({}, 3.9, False),  # no longer fits
+        ({}, 5.6, False),  # a larger size would fit
+        ({}, 5.4, True),  # hardly more memory
         ({"choice": None}, 5.0, False),
         ({"status": "partial"}, 5.0, False),
         ({"memory_limit_gib": None}, 5.0, False),
-        ({"choice": tune_fixture.batch()["choice"]}, 50.0, True),  # memory was not what bounded it
+        ({"choice": tune_fixture.batch()["choice"]}, 50.0, True),  # not limited by memory
     ],
 )
-def test_a_cached_choice_holds_while_it_fits_and_no_more_would(changes, limit_gib, holds) -> None:
-    assert batch.is_still_valid(found(**changes), limit_gib) == holds
+def test_a_cached_choice_is_valid_while_no_larger_one_fits(changes, limit_gib, valid) -> None:
+    assert batch.is_still_valid(found(**changes), limit_gib) == valid

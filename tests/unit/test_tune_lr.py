@@ -1,4 +1,4 @@
-"""The learning rate search on made loss surfaces, its arithmetic, its configurations and what it refuses."""
+"""Tests of the learning rate search on synthetic loss surfaces: results, configurations and refusals."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from tests.helpers import failed, raised_issues, read_json
 from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
 
-STEPS, STEP = 1600, 128  # of the configured run; tokens of one step
+STEPS, STEP = 1600, 128  # steps of the configured run; tokens per step
 WHOLE = STEPS * STEP
 EDGE = 0.064
 TOKENS_PER_S = 1e4
@@ -39,8 +39,8 @@ Run = Callable[..., "Searched"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def data_is_there() -> Iterator[None]:
-    """No process is started for it."""
+def prepared_data() -> Iterator[None]:
+    """Use the given shards, so that no process is started to prepare data."""
     with mock.patch("launcher.job.prepare_data", lambda config: Path(config.data.path)):
         yield
 
@@ -56,7 +56,7 @@ def make(shards: Path, *overrides: str, budget: str = f"steps={STEPS}") -> Confi
 
 
 class MadeRunner(WritingRunner):
-    """Each trial ends as `surface` says."""
+    """A runner whose trials end with the loss or the failure that `surface` returns."""
 
     surface: Surface
 
@@ -87,7 +87,7 @@ def is_range_test(config: Config) -> bool:
 
 
 def valley(config: Config) -> float:
-    """Lowest at 0.004; shorter runs learn less and like a higher rate; seeds differ, the same for all."""
+    """Return a loss with its minimum at 0.004, or higher for shorter runs. A seed shifts all losses alike."""
     if is_range_test(config):
         return 5.0
     shorter = math.log2(WHOLE / (config.schedule.tokens or 0))
@@ -134,12 +134,12 @@ def run(shards: Path, tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
-    """A search of the valley to its end, in a budget that is large enough."""
+    """Return a complete search of the valley with a sufficient budget."""
     out = tmp_path_factory.mktemp("whole") / "out"
     return search(make(shards), out, settings=LrOptions(budget_s=1e6))
 
 
-def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Searched, shards: Path) -> None:
+def test_a_rate_is_found_at_less_than_half_the_cost_of_a_grid(whole: Searched, shards: Path) -> None:
     tune, chosen = whole.tune, whole.tune.choice.lr
     assert (whole.exit_code, tune.status) == (0, "complete")
     assert tune.range_test.edge == pytest.approx(EDGE, rel=0.6)
@@ -149,7 +149,7 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     assert whole.tune.rungs[0].ranked()[:2] == [t.lr for t in whole.tune.rungs[-1].trials][:2]
     trained = {(t.lr, t.seed) for t in whole.tune.rungs[-1].trials}
     assert trained == {(chosen, 0), (chosen, 1), (chosen, 2), (chosen / 2, 0), (2 * chosen, 0)}
-    assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest of the ladder
+    assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest rate of the ladder
     assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
     assert (whole.tune.choice.tied, whole.tune.choice.edge_side) == ([], None)
     trained = sum(t.tokens for t in tune.trials)
@@ -158,7 +158,7 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     assert load_config(whole.out / "tuned.yaml") == make(shards, f"optim.lr={chosen!r}")
 
 
-def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
+def test_diverged_and_failed_rates_are_excluded_and_reported(run: Run) -> None:
     def surface(config: Config) -> float | str:
         rate = float(config.optim.lr)
         if not is_range_test(config) and rate > 0.008:
@@ -181,7 +181,7 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
         ("whole", "no rate of the last rung can be chosen"),
     ],
 )
-def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, reason: str) -> None:
+def test_a_search_without_successful_trials_fails(run: Run, part: str, reason: str) -> None:
     def surface(config: Config) -> float | str:
         kind = "whole" if config.schedule.tokens == WHOLE else "short"
         return "oom" if part == ("range test" if is_range_test(config) else kind) else valley(config)
@@ -192,7 +192,7 @@ def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, reas
     assert not (result.out / "tuned.yaml").exists()
 
 
-def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> None:
+def test_a_stopped_search_resumes(whole: Searched, run: Run) -> None:
     first, second = run(limit=7), run()
     assert (first.exit_code, first.tune.status, first.tune.choice) == (130, "partial", None)
     assert (second.exit_code, second.tune.status) == (0, "complete")
@@ -206,7 +206,7 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
 def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: Path) -> None:
     config = make(shards, budget="hours=0.01")
     assert lr.full_tokens(config) is None
-    for count in (11, 0):  # trials of the first call, and of the second
+    for count in (11, 0):  # trials of the first and of the second call
         result = search(config, tmp_path)
         assert result.tune.tokens == round(0.01 * 3600 * TOKENS_PER_S / STEP) * STEP
         assert len(result.ran) == count
@@ -221,7 +221,7 @@ def test_dollars_and_kwh_need_the_tokens_of_a_whole_run(shards: Path, unit: str)
     assert lr.trial_config(config, shards, 1e-3, 10**6, 0).schedule.unit == "tokens"
 
 
-def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
+def test_epochs_count_the_sequences_of_the_training_set(shards: Path, tmp_path: Path) -> None:
     tune = search(make(shards, budget="epochs=20"), tmp_path).tune
     samples, length = 20 * 96, 16  # of the training set
     assert tune.tokens == tune.rungs[1].tokens == samples * length
@@ -233,7 +233,7 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
 
 
 @pytest.mark.parametrize(
-    ("budget", "options", "gpus", "told"),
+    ("budget", "options", "gpus", "expected"),
     [
         ("hours=0.5", LrOptions(), 0, "as long as 4.4 runs of 0.5 hours, 2 h 11 min"),
         ("steps=80", LrOptions(), 0, "then 12 trials, 2 at a time: as long as 4.4 runs of 10.2 k tokens; "),
@@ -242,22 +242,22 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
         ("tokens=1e9", LrOptions(), 1, "as long as 7.6 runs of 1 G tokens, "),
     ],
 )
-def test_a_dry_run_says_how_long_the_search_takes(shards: Path, budget, options, gpus, told) -> None:
+def test_a_dry_run_shows_how_long_the_search_takes(shards: Path, budget, options, gpus, expected) -> None:
     cards = tuple(environment.Gpu(k, "NVIDIA H100 80GB HBM3", 79.0, None) for k in range(gpus))
     here = dataclasses.replace(environment.probe(), gpus=cards, affinity_cores=2, cpu_quota_cores=None)
     text = lr.length_text(job.Job("q", make(shards, budget=budget), here), options, 1, speed_here)
-    assert told in text
-    assert ("(" in text) == bool(gpus), "an interval"
+    assert expected in text
+    assert ("(" in text) == bool(gpus), "an estimate for a GPU has an interval"
 
 
-def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
+def test_a_budget_shortens_the_runs(whole: Searched, run: Run) -> None:
     assert whole.tune.tokens == WHOLE
     result = run(settings=LrOptions(budget_s=60))
     tokens, at_a_time = result.tune.tokens or 0, result.tune.at_a_time or 0
     assert result.exit_code == 0
     assert STEP * 8 < tokens < WHOLE
     assert tokens % STEP == 0
-    # what the runner says a trial takes: set-up 2 s, an evaluation of 0.5 s, tokens at 1e4 a second
+    # a trial of the runner takes 2 s for set-up, 0.5 s for evaluation and 1 s per 1e4 tokens
     batches = [(5, tokens / 8, 2.5), (7, tokens, 2.5)]
     seconds = sum(math.ceil(n / at_a_time) * (fixed + each / TOKENS_PER_S) for n, each, fixed in batches)
     used = 2 + 100 * STEP / TOKENS_PER_S + 0.5
@@ -268,7 +268,7 @@ def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> No
 @pytest.mark.parametrize(
     ("steps", "fraction", "quantum"), [(1, 0.5, 2), (7, 0.3, 1), (1000, 1.0, 3), (37, 0.9, 8)]
 )
-def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: float, quantum: int) -> None:
+def test_the_tokens_of_a_ramp_are_counted(shards: Path, steps: int, fraction: float, quantum: int) -> None:
     config = make(shards, f"schedule.steps={steps}")
     batch = BatchConfig(global_size=24, micro_size=1, ramp_fraction=fraction, ramp_quantum=quantum)
     sizes = [batch_at(batch, step / steps) for step in range(steps)]
@@ -276,7 +276,7 @@ def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: 
     assert lr.full_tokens(ramp) == sum(sizes) * config.data.sequence_length
 
 
-def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
+def test_a_trial_is_a_complete_run_of_its_length(shards: Path) -> None:
     scaled = "optim.name=lamb optim.weight_decay=0.1 optim.lr_scaling=sqrt optim.lr_batch=2"
     config = make(shards, *scaled.split(), "checkpoint.every_steps=5", "parallel.engine=ddp")
     trial = lr.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7)
@@ -290,11 +290,11 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
     part = (lr.full_tokens(ramp) or 0) // 4
     quarter = lr.trial_config(ramp, Path("/shards"), 0.003, part, 7).schedule
-    assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "as the run ramps"
+    assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "part of the ramp"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
 
 
-def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
+def test_a_range_test_uses_the_full_batch_from_the_start(shards: Path) -> None:
     config = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
     test = lr.range_config(config, shards, 60)
     assert (test.schedule.name, test.schedule.steps, test.schedule.tokens) == ("exponential", 60, None)
@@ -324,7 +324,7 @@ def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> No
         (None, 16, 0, 8, 9, [Slot(tuple(range(8)))]),
     ],
 )
-def test_a_trial_has_devices_of_its_own(
+def test_each_trial_has_its_own_devices(
     monkeypatch: pytest.MonkeyPatch, visible, ranks, gpus, cores, most, slots
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -344,7 +344,7 @@ def test_a_trial_has_devices_of_its_own(
         ({"status": "done", "heldout_loss": 4.5}, "ok", "ok"),
     ],
 )
-def test_a_trial_has_diverged_by_the_kind_of_its_failure(
+def test_divergence_follows_from_the_kind_of_failure(
     shards: Path, tmp_path: Path, facts: dict[str, Any], ended: Any, status: str
 ) -> None:
     files.write_json(tmp_path / "summary.json", {"step": 3, **facts})
@@ -363,7 +363,7 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
         (LrOptions(), ("optim.name=muon", "parallel.engine=fsdp"), "optim.name", "conflict"),
     ],
 )
-def test_what_cannot_be_searched(shards: Path, tmp_path: Path, options, overrides, setting, kind) -> None:
+def test_invalid_input_is_refused(shards: Path, tmp_path: Path, options, overrides, setting, kind) -> None:
     (issue,) = raised_issues(verb, shards, tmp_path, options, *overrides, dry_run=True)
     assert (issue.setting, issue.kind) == (setting, kind)
     assert setting != "--tokens" or issue.value == 7 * STEP
@@ -376,7 +376,7 @@ def test_too_short_runs_are_refused_when_the_data_and_the_speed_are_known(
     (issue,) = raised_issues(search, make(shards, budget=budget), tmp_path / "out")
     assert (issue.setting, issue.kind) == ("schedule", "out_of_range")
     if "epochs" in budget:
-        assert list((tmp_path / "out").iterdir()) == [], "with more epochs the same directory will do"
+        assert list((tmp_path / "out").iterdir()) == [], "more epochs can use the same directory"
 
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pages of the searches of the micro batch and of the learning rate: complete, partial, empty."""
+"""Tests of the pages of the micro batch and learning rate searches: complete, partial, empty."""
 
 import math
 from pathlib import Path
@@ -34,7 +34,7 @@ def change(data: dict[str, Any], key: str, **entries: Any) -> dict[str, Any]:
 SMALLER = {"micro_batch": 4, "fastest_micro_batch": 8, "share_of_best": 0.98}
 
 
-def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
+def test_the_page_follows_the_kind_of_search(tmp_path: Path) -> None:
     for data in (batch(), lr()):
         files.write_json(tmp_path / "tune.json", data)
         assert tune_page.tune_page(tmp_path / "tune.json").title == of(data).title
@@ -69,8 +69,8 @@ def test_the_choice_and_its_limits(data: dict[str, Any], level: str, values: lis
     assert verdict.text in read_page(report).text
 
 
-def test_a_mean_over_seeds_stands_beside_the_interval_of_that_mean() -> None:
-    """The spread of the seeds and the error of the held-out text add as independent ones."""
+def test_a_mean_over_seeds_has_the_interval_of_the_mean() -> None:
+    """The spread between seeds and the error of the held-out text add like independent errors."""
     data = lr()
     last = data["rungs"][-1]["trials"]
     seeds = half_width([4.7074, 4.9367])
@@ -80,17 +80,17 @@ def test_a_mean_over_seeds_stands_beside_the_interval_of_that_mean() -> None:
     assert f"\u00b1 {math.hypot(seeds, 1.96 * 0.2):.4f}, mean of 2 seeds" in of(data).verdicts[0].text
     for each in last:
         each["status"] = "ok" if each["seed"] == last[0]["seed"] else "failed"
-    assert f"\u00b1 {1.96 * 0.2:.4f}" in of(data).verdicts[0].text, "of one seed that ended well"
+    assert f"\u00b1 {1.96 * 0.2:.4f}" in of(data).verdicts[0].text, "only one seed ended well"
 
 
-def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
+def test_a_distant_memory_limit_is_noted_but_not_drawn() -> None:
     assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.45])
     far = figure_of(of(batch(memory_limit_gib=64.0)), MEMORY)
     assert not far.levels
     assert "64.00 GiB" in far.note
 
 
-def test_nothing_measured_is_never_zero() -> None:
+def test_missing_values_are_not_shown_as_zero() -> None:
     for data in (unmeasured(), lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None)):
         page = read_page(of({**data, "environment": {}, "config": {}}))
         assert page.labels == []

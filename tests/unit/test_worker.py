@@ -1,4 +1,4 @@
-"""A rank from its configuration to its summary, and once more from its checkpoint."""
+"""Tests of a rank from its configuration to its summary, and of a second start from its checkpoint."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ HELD_OUT, LENGTH, GLOBAL, ASSEMBLE_S, DRY_RUN_S = 20, 16, 8, 5.0, 3.0
 
 
 def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> None:
-    """From now on a call of `module.name` takes `seconds` on our clock, and nothing else takes any."""
+    """Make each call of `module.name` advance the fake clock by `seconds`."""
     plain = getattr(module, name)
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
-    """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
+    """Train two steps, the second with a bad gradient, and start again with the configuration `more`."""
     os.environ[LOG_DIR] = run_dir
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
@@ -64,7 +64,7 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     write_run(Path(run_dir), more)
     assert worker.main([f"{run_dir}/config.yaml"]) == 0
     ready = [100.0 + number * (ASSEMBLE_S + DRY_RUN_S) for number in (1, 2)]
-    # the dry run's memory is not the run's, and no rank stops to collect garbage at a step of its own
+    # peak memory is reset after the dry run, and no rank collects garbage on its own between steps
     often = gc.get_threshold()[0]
     assert events == [each for now in ready for each in (("peak", often, now), ("train", GC_THRESHOLD, now))]
     assert often < GC_THRESHOLD
@@ -94,13 +94,13 @@ def test_a_resumed_run_counts_from_its_beginning(run_dir: Path) -> None:
     assert logged(run_dir, "skipped_steps") == [0, 1, 1, 1]
 
 
-def test_held_out_positions_are_15_of_100_at_any_mask_rate(run_dir: Path) -> None:
+def test_held_out_positions_are_15_percent_at_any_mask_rate(run_dir: Path) -> None:
     for line in evals(run_dir):
         assert line["mask_rate"] == 0.15
         assert line["masked_tokens"] == HELD_OUT * round(0.15 * LENGTH)
 
 
-def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
+def test_set_up_and_dry_run_are_timed_separately(run_dir: Path) -> None:
     spent = summary(run_dir)["time_s"]
     assert (spent["setup"], spent["compile"]) == (ASSEMBLE_S, DRY_RUN_S)
     log = (run_dir / "rank-0.log").read_text()
@@ -108,7 +108,7 @@ def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
 
 
 def test_a_restart_waits_for_a_killed_rank_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a launcher of ours, which lets no other run into the directory; alone a rank refuses at once."""
+    """A rank waits under a bert-dp launcher, which excludes other runs; without one it refuses at once."""
     monkeypatch.delenv(files.LAUNCHER_PID, raising=False)
     naps: list[float] = []
     dying = files.lock(tmp_path / ".lock")
@@ -130,7 +130,7 @@ def test_a_restart_waits_for_a_killed_rank_to_end(tmp_path: Path, monkeypatch: p
         assert files.lock(tmp_path / ".lock") is None
 
 
-def test_the_first_stop_signal_is_the_one_that_counts() -> None:
+def test_only_the_first_stop_signal_counts() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     try:
         signals = Signals()
@@ -139,7 +139,7 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert signals.received == signal.SIGUSR1
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         deaf = Signals()
         deaf.catch()
         os.kill(os.getpid(), signal.SIGHUP)
@@ -149,8 +149,8 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
             signal.signal(number, handler)
 
 
-def build_and_meet(folder: str) -> None:
-    """Two ranks without shards; notes whether the data is there when this rank goes to meet the other."""
+def build_and_connect(folder: str) -> None:
+    """Start a rank without shards, and write how many data sets exist when it connects to the other rank."""
     rank, plain = os.environ["RANK"], distributed.connect
     os.environ["BERT_DP_CACHE"] = f"{folder}/cache"
 
@@ -163,19 +163,19 @@ def build_and_meet(folder: str) -> None:
     assert worker.main([f"{folder}/config.yaml"]) == 0
 
 
-def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
-    """Under plain torchrun, where nobody has built it: a build may take longer than a collective may."""
+def test_a_corpus_is_built_before_the_ranks_connect(tmp_path: Path) -> None:
+    """Under plain torchrun no launcher has built the data, and a build may exceed a collective's timeout."""
     words = " ".join(f"word{i % 50}" for i in range(400))
     (tmp_path / "corpus.txt").write_text("\n\n".join(f"{words} {i}" for i in range(40)))
     config = settings(tmp_path, schedule={"steps": 1}, data={"sources": [str(tmp_path / "corpus.txt")]})
     del config["data"]["path"]
     config["data"]["build"] = {"held_out_fraction": 0.2, "max_tokens_per_char": 0.0}
-    run_ranks(2, build_and_meet, str(write_run(tmp_path, config)))
+    run_ranks(2, build_and_connect, str(write_run(tmp_path, config)))
     assert [(tmp_path / f"built-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
 def start_in_many_ways(folder: str) -> None:
-    """A rank without our launcher, which checks some of this before; notes the energy's clock."""
+    """Start a rank in many ways without the launcher, which would check some of the input first."""
     config, elsewhere = f"{folder}/config.yaml", f"{folder}/not yet/there"
     os.environ[LOG_DIR] = folder
     assert worker.main([config, "--profile", "3:4"]) == 2
@@ -198,7 +198,7 @@ def start_in_many_ways(folder: str) -> None:
     def dry_run(*arguments: Any) -> None:
         beat = files.read_heartbeat(files.heartbeat_path(arguments[0].run_dir, 0))
         assert beat is not None
-        assert files.PHASES[beat.phase] == "compile", "which may take long"
+        assert files.PHASES[beat.phase] == "compile", "compiling may take long"
         used[0] += 1000.0
         plain_dry_run(*arguments)
 
@@ -236,8 +236,8 @@ def many_ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_rank_refuses_by_itself_what_the_launcher_refuses(many_ways: Path) -> None:
-    """Steps and ranks to profile that it does not have, a directory that another run holds, other data."""
+def test_a_rank_refuses_bad_input_without_a_launcher(many_ways: Path) -> None:
+    """The input is missing steps and ranks to profile, a directory in use, and different data."""
     log = (many_ways / "rank-0.log").read_text()
     for line in (
         "error: --profile: step 3 is after the last step (2)",
@@ -249,7 +249,7 @@ def test_a_rank_refuses_by_itself_what_the_launcher_refuses(many_ways: Path) -> 
     assert "Traceback" not in log.partition("RuntimeError: broken")[0].rpartition("error: data: another")[0]
 
 
-def test_a_rank_makes_the_run_directory_and_counts_the_energy_of_the_steps(many_ways: Path) -> None:
+def test_a_rank_creates_the_run_directory_and_counts_the_energy_of_the_steps(many_ways: Path) -> None:
     end = summary(many_ways / "not yet/there")
     assert (end["step"], end["energy_j"]) == (2, 40.0)
     assert not (many_ways / "metrics.jsonl").exists()
@@ -257,17 +257,17 @@ def test_a_rank_makes_the_run_directory_and_counts_the_energy_of_the_steps(many_
     assert start.seconds > 0, "without a launcher the rank keeps the ledger"
     beat = files.read_heartbeat(files.heartbeat_path(many_ways / "next", 0))
     assert beat is not None
-    assert files.PHASES[beat.phase] == "done", "else it seems to hang while it waits for the others"
+    assert files.PHASES[beat.phase] == "done", "otherwise the rank seems to hang"
 
 
-def test_a_rank_takes_the_option_that_deepspeed_adds() -> None:
+def test_a_rank_accepts_the_option_that_deepspeed_adds() -> None:
     for option in ("--local_rank=3", "--local-rank=3"):
         arguments = worker.parse_arguments([option, "config.yaml"])
         assert (arguments.config, arguments.resume, arguments.profile) == (Path("config.yaml"), "auto", None)
 
 
-def test_time_goes_on_in_another_directory(many_ways: Path) -> None:
-    """Else a budget in hours would begin anew; the first checkpoint there is the one that it began with."""
+def test_elapsed_time_continues_in_another_directory(many_ways: Path) -> None:
+    """A time budget must not start again. The first checkpoint has the elapsed time of the resumed one."""
     states = [many_ways / name / "checkpoints/step-00000002/state.json" for name in ("not yet/there", "next")]
     before, after = (read_json(path)["elapsed_s"] for path in states)
     assert before == after > 0
@@ -281,7 +281,7 @@ def train_deterministically(folder: str) -> None:
         assert getattr(inductor, "deterministic", True)
         assert not torch.backends.cuda.mem_efficient_sdp_enabled()
         assert torch.backends.cudnn.deterministic
-        assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over every new tensor"
+        assert not torch.utils.deterministic.fill_uninitialized_memory, "filling costs time"
         return plain(*arguments)
 
     loop.train = train
@@ -295,7 +295,7 @@ def test_a_run_can_be_made_deterministic(tmp_path: Path, shards: Path) -> None:
 
 
 def start_misplaced(folder: str) -> None:
-    """Two ranks that have one GPU, and then a replica of two ranks on two nodes: bad input on both."""
+    """Start two ranks on one GPU, and then a replica of two ranks on two nodes. Both are bad input."""
     rank, store = os.environ["RANK"], os.environ["BERT_DP_INIT_FILE"]
     for name, place in (
         ("gpu", distributed.HostAndDevice("n/1", "0000:1a:00.0")),
@@ -306,14 +306,14 @@ def start_misplaced(folder: str) -> None:
         assert worker.main([f"{folder}/{name}/config.yaml"]) == 2
 
 
-def test_ranks_at_the_wrong_place_are_refused(tmp_path: Path, shards: Path) -> None:
+def test_ranks_on_the_wrong_devices_or_nodes_are_refused(tmp_path: Path, shards: Path) -> None:
     for name, tensor in (("gpu", 1), ("nodes", 2)):
         write_run(tmp_path / name, settings(shards, schedule={"steps": 1}, parallel={"tensor": tensor}))
     run_ranks(2, start_misplaced, str(tmp_path))
 
 
 def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
-    """Nodes may have caches of their own."""
+    """Nodes may have their own caches."""
     comm = OneOf(1, 2, said="0" * 64)
     build.check_same_data(comm, DatasetInfo("0" * 64, None, 9))
     (line,) = issues_of(build.check_same_data, comm, DatasetInfo("1" * 64, None, 9))
