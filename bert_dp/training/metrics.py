@@ -282,7 +282,7 @@ def _ddp_logging_data(model: Any) -> dict[str, Any]:
 WINDOW = 128  # number of earlier logged losses; WINDOW and SIGMAS are from OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
 MIN_LOSSES = 16  # logged losses needed for a meaningful standard deviation
-FP16_SKIPS = 16  # additional skips allowed, because each one halves the loss scale, from 2^16 down to 1
+FP16_SKIPS = 16  # additional skips allowed in fp16, as each one halves the loss scale, from 2^16 down to 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
