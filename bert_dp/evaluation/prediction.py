@@ -142,8 +142,8 @@ def on_device(
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
     """Yield one dictionary per example, in order. Each contains `index` and, for a finetuned run, the labels
-    (see `labelled`) or, for a pretrained run, the `encoding`: the mean of the hidden states. If one of its
-    texts has no tokens, an example has `tokens`: 0 instead of a result.
+    (see `labelled`) or, for a pretrained run, the `encoding`: the mean of the hidden states. An example
+    with a text without tokens has `tokens`: 0 instead of a result.
 
     Raise ConfigError if every example has a text without tokens, RunFailed if outputs are not finite.
     """

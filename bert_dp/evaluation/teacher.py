@@ -40,8 +40,8 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write the missing logits files of the train split whose number modulo `of` is `share`. Their contents
-    do not depend on `of`. Raise ConfigError if an input is unusable, RunFailed if logits are not finite."""
+    """Write the train split's missing logits files whose number modulo `of` is `share`. Their contents do not
+    depend on `of`. Raise ConfigError if an input is unusable, RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens

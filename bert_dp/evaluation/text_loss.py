@@ -323,7 +323,7 @@ def scores(
 
 
 def pieces(count: int, length: int, max_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, end, tokens per sequence) for batches of about `max_tokens` of `count` tokens."""
+    """Split `count` tokens into batches of about `max_tokens`; yield (begin, end, tokens per sequence)."""
     whole, step = count // length * length, max(1, max_tokens // length) * length
     for begin in range(0, whole, step):
         yield begin, min(begin + step, whole), length
@@ -333,7 +333,7 @@ def pieces(count: int, length: int, max_tokens: int) -> Iterator[tuple[int, int,
 
 def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
     """Return the ratio of two sums and its standard error, with documents as the sampling units (Cochran
-    1977, 2.11). The ratio is None if the count is 0; the error is also None for one document."""
+    1977, 2.11). Both are None if all counts are 0; the error is also None if only one is not 0."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
     if not total:
         return None, None

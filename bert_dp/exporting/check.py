@@ -28,7 +28,7 @@ from bert_dp.training import checkpoint
 from bert_dp.training.process import RunFailed
 
 BATCHES = (1, 3, 8)
-LENGTHS = (5, 37, 128)  # and the sequence length of the run
+LENGTHS = (5, 37, 128)  # in addition to the run's sequence length
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
 """Largest allowed difference in fp32, relative to the largest output if that output exceeds 1."""
 
@@ -187,8 +187,8 @@ def compute_in_subprocess(
 def compare(
     batch: Inputs, expected: NDArray[Any], actual: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of the run and of its export for a batch. Two indices of the largest output are
-    equivalent if the run's outputs at both differ by at most twice the tolerance. Raise RunFailed if an
+    """Compare the outputs of the run and of its export for a batch. Two indices of the largest output
+    are the same if the run's outputs at both differ by at most twice the tolerance. Raise RunFailed if an
     output is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":

@@ -88,7 +88,7 @@ def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
-    """Return a function that computes the first output of `kind` with a transformers model."""
+    """Return a function that computes a transformers model's first output for this `kind`."""
     import torch
 
     def compute(*arrays: Array) -> Array:

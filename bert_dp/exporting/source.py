@@ -241,7 +241,7 @@ def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> Non
     program = trace(source, bf16=bf16)
     settings = {
         "cpp.dynamic_threads": True,
-        # constant weights in the layout of oneDNN; otherwise fp32 uses MKL, which is faster on Intel CPUs
+        # weights are then in oneDNN's layout; without it, fp32 uses MKL, which is faster on Intel CPUs
         "freezing": bf16 or cpu_field("vendor_id") == "AuthenticAMD",
     }
     with torch.no_grad():  # freezing requires disabled gradients

@@ -46,7 +46,7 @@ def make_optimizer(
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
     """Wrap `step` of a user's optimizer to clip and skip, which costs a host sync, unless the optimizer does
-    it itself (`Optimizer`, torch's fused optimizers). The first step raises ConfigError if a checkpoint
+    both itself (`Optimizer`, torch's fused optimizers). The first step raises ConfigError if a checkpoint
     cannot store the optimizer's state."""
     step, clips = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -63,7 +63,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "must keep state for every parameter: scalar tensors or tensors of the same shape"
+                message = "must keep state for every parameter: scalar tensors or tensors of its shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]

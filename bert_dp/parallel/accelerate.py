@@ -1,7 +1,7 @@
 """Train with Hugging Face Accelerate: DistributedDataParallel as created by `Accelerator.prepare`.
 
 bert-dp itself controls autocast, loss scaling, the optimizer and the learning rate, because a scheduler
-prepared by Accelerate steps once per process.
+prepared by Accelerate takes as many steps per call as there are processes.
 """
 
 import os
@@ -32,7 +32,7 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # accelerate does not read the variables of srun and mpirun, and it would set the number of threads
+        # accelerate does not read the variables of srun and mpirun, and would set the number of threads
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         # without bucket_mib, accelerate passes no size, and torch's default has a first bucket of 1 MiB

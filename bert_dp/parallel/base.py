@@ -14,7 +14,7 @@ from bert_dp.training.process import World
 
 
 class RankGrid:
-    """Arrange ranks as [dp, tp]. A replica's tensor-parallel ranks are consecutive, to share a node.
+    """Arrange ranks as [dp, tp]. A replica's tensor-parallel ranks are consecutive, so they share a node.
     `replicas` > 1 splits dp further, into [replicas, dp / replicas]."""
 
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
@@ -82,8 +82,8 @@ def clip_and_step(
     """Take one optimizer step on reduced gradients, without a host sync; return the norm before clipping.
 
     To clip, the fused step divides gradients by `grad_scale`, which saves a memory pass. If the norm is not
-    finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because the norm is of
-    reduced gradients. The caller frees the gradients.
+    finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because all get the norm
+    of the reduced gradients. The caller frees the gradients.
 
     `sharded_sums` sums over the ranks with parts of the optimizer's tensors (None = every tensor is whole),
     `norm_sums` also over the ranks that own other tensors (None = use `sharded_sums`).
@@ -106,6 +106,6 @@ def clip_and_step(
     optimizer.step()
     if scaler is not None:
         for local in scaler._found_inf_per_device(optimizer).values():
-            local.copy_(found_inf)  # the scaler's own value is of this rank's parts only
+            local.copy_(found_inf)  # the scaler's own value covers this rank's parts only
         scaler.update()
     return norm

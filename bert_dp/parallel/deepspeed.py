@@ -1,5 +1,5 @@
-"""Train with DeepSpeed ZeRO (arXiv 1910.02054), which reduces, clips and steps. Model, optimizer and training
-loop are bert-dp's.
+"""Train with DeepSpeed ZeRO (arXiv 1910.02054), which reduces and clips gradients and takes the steps. The
+model, the optimizer and the training loop are bert-dp's.
 
 Stages 0 and 1 reduce only on the last micro batch, 2 and 3 on every micro batch. Tensors are flattened, so
 Muon is unsupported, and LAMB is limited to stage 0. To clip, DeepSpeed divides by (norm + 1e-6) / clip; other
@@ -119,7 +119,7 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Raises ValueError if step counts differ, because DeepSpeed has only one count."""
+        """Load the state. Raises ValueError if parameters' step counts differ: DeepSpeed has only one."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return

@@ -1,5 +1,5 @@
-"""Train a separate model on each rank, without communication. This measures the machine with all devices
-busy, which is the upper limit for every engine."""
+"""Train a separate model on each rank, without communication. This measures the throughput with all
+devices busy, which is the upper limit for every engine."""
 
 from bert_dp.parallel.single import Engine
 

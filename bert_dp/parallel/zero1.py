@@ -33,7 +33,7 @@ ALIGNED_BYTES = 16  # alignment of tensors, so that the graph compiled for a lay
 
 @dataclass
 class Bucket:
-    """Some tensors of one owner, with weights and gradients in one buffer each, padded with zeros."""
+    """Tensors of one owner: one buffer for their weights and one for their gradients, padded with zeros."""
 
     owner: int
     names: list[str]

@@ -26,7 +26,7 @@ class MicroBatch(Protocol):
 
     @property
     def sample_ids(self) -> NDArray[Any]:
-        """Return the positions [B] in the endless training stream."""
+        """Return the samples' positions [B] in the endless training stream."""
 
     def to(self, device: torch.device) -> Self: ...
 
@@ -84,7 +84,7 @@ class Context:
     """Directory for results per example or sequence; None = this rank does not write them."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
-        """Sum elementwise, counting each replica once. Collective."""
+        """Return the elementwise sums over replicas, counting each replica once. Collective."""
         sums: list[float] = self.comm.all_gather(values)[:: self.tensor].sum(0).tolist()
         return sums
 
@@ -121,7 +121,7 @@ class Task(Protocol):
         """Return the SUM of the loss over a micro batch's targets, as a scalar on the device of `batch`."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Compute the number of targets in `count` samples without building them, equal on every rank."""
+        """Return the number of targets in `count` samples, equal on every rank, without building them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None

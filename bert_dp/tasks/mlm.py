@@ -180,7 +180,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     found = files.newest_checkpoint_facts(run_dir) if run_dir else None
     if found and found[1].data_hash != opened.data_hash:
         now = opened.data_hash[:16]
-        message = f"the run was trained on shards {found[1].data_hash[:16]}, but its shards are now {now}"
+        message = f"the run's shards had hash {found[1].data_hash[:16]}, but now have {now}"
         raise ConfigError([Issue("data", "conflict", message, now, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, opened.num_samples), step, run_dir)
     micro = batch_layout(config, world_size=1).micro_size  # raises if it does not divide the global batch

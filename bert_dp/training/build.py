@@ -36,11 +36,11 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on each rank whose data differ from rank 0's, which is possible if nodes have
-    separate caches. Collective."""
+    """Raise ConfigError on each rank whose data differ from rank 0's, which can happen if every node has its
+    own cache. Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
-        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, but rank 0 has {first[:16]}"
+        message = f"shards have hash {data.data_hash[:16]} on rank {comm.world.rank}, {first[:16]} on rank 0"
         hint = "set data.path to the same shards on every node"
         raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
@@ -48,7 +48,7 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     """Load the checkpoint to resume from, chosen by rank 0; return None to start a new run. `policy`: "auto"
     (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
-    ConfigError if all checkpoints are damaged, or if the data or a fixed setting differs. Collective."""
+    ConfigError if all checkpoints are damaged, or the data or an unchangeable setting differs. Collective."""
     if policy == "never":
         return None
 
@@ -79,7 +79,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
         own = rank.data.data_hash[:16]
-        message = f"the run was trained on shards {facts.data_hash[:16]}, but the current shards are {own}"
+        message = f"the run's shards had hash {facts.data_hash[:16]}, but the current shards have {own}"
         raise ConfigError([Issue("data", "conflict", message, own)])
     rank.log_rank0(f"resuming from {path.name}: {facts.samples} samples seen")
     return Checkpoint(path, tensors, facts)
@@ -172,7 +172,7 @@ def build_trainer(
             folder,
             config.checkpoint,
             log_rank0=rank.log_rank0,
-            saved_step=state.step if is_saved else None,  # None: this directory needs its own checkpoint
+            saved_step=state.step if is_saved else None,  # None: the checkpoint is not in `folder`
         ),
         records=Records(rank.run_dir, rank.log_rank0),
         trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),

@@ -43,7 +43,7 @@ SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent
 
 @dataclasses.dataclass
 class TrainState:
-    """Progress of a run. state.json stores the fields in SAVED; the others apply to this start only."""
+    """Progress of a run. state.json stores the fields in SAVED; a resumed run resets the others."""
 
     step: int = 0
     """Completed optimizer steps."""
@@ -210,7 +210,7 @@ def check(path: Path) -> str | None:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint, or None, and the problem of each newer, damaged one."""
+    """Return the newest valid checkpoint (None if there is none), and what is wrong with each newer one."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         if (problem := check(path)) is None:
@@ -220,7 +220,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load the unsharded state into host memory, and state.json. Raises ConfigError if either is damaged."""
+    """Load state.json, and the unsharded state into host memory. Raises ConfigError if either is damaged."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -296,7 +296,7 @@ def _fsync(path: Path) -> None:
 
 class SaveTimer:
     """Decide when a checkpoint is due. All ranks pass equal values, so that they make equal decisions.
-    `elapsed_s`: seconds on the shared clock at the newest checkpoint."""
+    `elapsed_s`: seconds on the shared clock when the newest checkpoint was saved."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
         self._every_steps, self._shortest_s = settings.every_steps, settings.every_minutes * 60
@@ -309,7 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save and its pause in seconds; return a log line when the interval first grows."""
+        """Record a save and its pause; return a log line when it first lengthens the save interval."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None

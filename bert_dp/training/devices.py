@@ -50,17 +50,17 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but {gpus} are visible"
+        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but sees {gpus} GPUs"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Select `device`; allow only deterministic kernels, or the fastest ones. Call this before any GPU work.
-    With `deterministic`, the dry run raises RuntimeError for an operation without a deterministic kernel."""
+    """Select `device`. With `deterministic`, allow only deterministic kernels; the dry run then raises
+    RuntimeError for an operation that has none. Call this before any GPU work."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # call this only if the setting changes, because torch then imports inductor, which is slow
+    # call torch only if the setting changes, because this call imports inductor, which is slow
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
@@ -92,7 +92,7 @@ class Placement:
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
     """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank,
-    because a rank may not see the other ranks' GPUs; () = there is only this rank."""
+    needed because a rank may not see the other ranks' GPUs; () = there is only this rank."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
         ranks = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
@@ -132,8 +132,8 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
     """Return the cores of each rank. `nodes`: allowed cores by NUMA node; `wanted`: each rank's node, None =
-    any. The ranks of a node get equal shares, so that none is slower; if it has fewer cores than ranks, each
-    rank gets all of them. A share is () if the node has no cores or, for None, fewer cores than ranks."""
+    any. The ranks of a node get equal shares, so that none is slower, or all of its cores if it has too few.
+    A share is () if the node has no cores or, for None, if there are fewer cores than ranks."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -235,7 +235,7 @@ def alloc_retries(device: torch.device) -> int | None:
 
 
 def joules(device: torch.device) -> float | None:
-    """Return the GPU's energy in joules since its driver was loaded, read by NVML; None if unknown."""
+    """Return the joules that NVML has counted for the GPU since its driver was loaded; None if unknown."""
     if device.type != "cuda":
         return None
     try:

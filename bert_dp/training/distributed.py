@@ -117,7 +117,7 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or a set of ranks in `sets` spans nodes."""
+    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or a set of `rank_sets` spans nodes."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -134,7 +134,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. A single rank joins a group only if `group_of_one` (engines except single)."""
+    None = call `rendezvous`. A single rank joins a group only if the engine needs one (`group_of_one`)."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -190,8 +190,8 @@ class Stop:
 
 
 class SharedClock:
-    """Send rank 0's elapsed seconds, and any rank's stop request, to all ranks. With `spending`, send the
-    spent share of a budget in dollars or kWh instead of the seconds.
+    """Send rank 0's elapsed seconds, and any rank's stop request, to all ranks. With `spending`, also send
+    the spent share of a budget in dollars or kWh, which `exchange` returns instead of the seconds.
 
     `exchange` returns the values sent one step earlier and sends new ones, so that no step waits for them.
     Rank 0 sends the expected start of the next step: now plus the duration of the last completed step.
@@ -216,18 +216,18 @@ class SharedClock:
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """Return the elapsed seconds on this rank's clock. Use them only in records, because ranks differ."""
+        """Return the elapsed seconds on this rank's clock. Use them only in records: ranks' clocks differ."""
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the share of the budget spent at `elapsed_s` (rank 0, with `spending`), else `elapsed_s`."""
+        """On rank 0 with `spending`, return the share of the budget spent by then, else `elapsed_s`."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds for a checkpoint. Without `spending`, they are at least the seconds of
-        the last exchange, which may have predicted a longer step, so that a resumed run loses no progress."""
+        """Return the elapsed seconds for a checkpoint. Without `spending`, return no less than the last
+        exchange did, which may have predicted a longer step, so that a resumed run loses no progress."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
@@ -244,7 +244,7 @@ class SharedClock:
         return self._shared, wanted
 
     def end_step(self) -> float:
-        """Return this step's seconds since the last exchange. Call this before evaluation and saving."""
+        """Record and return this step's duration since `exchange`. Call this before evaluation and saving."""
         self._step_s = self.elapsed_s() - self._step_began_s
         return self._step_s
 
@@ -261,7 +261,7 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send the amount spent again after a pause, which `exchange` could not predict. Collective."""
+        """After a pause, which `exchange` could not predict, send the new amount spent. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)
@@ -285,7 +285,7 @@ class SharedClock:
         self._pending = self._comm.max_async([*mine, float(stop.signal), float(stop.failed)])
 
     def _receive(self) -> tuple[float, float, Stop]:
-        """Wait for the pending exchange; return the amount spent, elapsed seconds and the stop request."""
+        """Await the pending exchange; return the amount spent, the elapsed seconds and the stop request."""
         assert self._pending is not None
         spent, elapsed_s, signal, failed = self._pending()
         self._pending = None

@@ -278,8 +278,8 @@ def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
     recent = state.recent_losses
     if metrics.is_spike(loss, recent):
         state.loss_spikes += 1
-        mean = f"mean of the last {len(recent)} logged losses {statistics.fmean(recent):.4f}"
-        trainer.log_rank0(f"warning: loss spike at step {state.step}: {loss:.4f}, {mean}")
+        mean = f"the mean of the last {len(recent)} logged losses is {statistics.fmean(recent):.4f}"
+        trainer.log_rank0(f"warning: loss spike at step {state.step}: {loss:.4f}; {mean}")
     if math.isfinite(loss):
         state.recent_losses = [*recent, loss][-metrics.WINDOW :]
 

@@ -83,7 +83,7 @@ def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
     """Return the ratio of the slowest rank's compute time to the median of the other ranks' times, and the
-    straggler: its rank, ratio, and seconds per step for which the others wait. Either can be None.
+    straggler: its rank, ratio, and seconds per step for which the others wait. Either result can be None.
     `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
@@ -110,7 +110,7 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 class Meter:
     """Accumulate measurements for each log line and, in `totals` (seconds), for the summary. The dry run is
-    not included. `tokens_per_sample` excludes padding; `skipped` counts steps skipped before this start."""
+    not included. `tokens_per_sample` excludes padding; `skipped`: steps skipped before resuming."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Meter:
 
     def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> dict[str, Any]:
         """Return a line of metrics.jsonl. Times and rates are means over the steps since the previous line;
-        `lr` and `global_batch` are the last step's. One sync, one gather. Collective."""
+        `lr` and `global_batch` are the last step's. Takes one sync and one gather. Collective."""
         synchronize(self._device)
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
@@ -282,7 +282,7 @@ def _ddp_logging_data(model: Any) -> dict[str, Any]:
 WINDOW = 128  # number of earlier logged losses; WINDOW and SIGMAS are from OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
 MIN_LOSSES = 16  # logged losses needed for a meaningful standard deviation
-FP16_SKIPS = 16  # additional skips allowed, because each one halves the loss scale, from 2^16 down to 1
+FP16_SKIPS = 16  # additional skips allowed in fp16, as each one halves the loss scale, from 2^16 down to 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:

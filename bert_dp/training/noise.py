@@ -119,13 +119,13 @@ def estimate(
     small_sq: Sequence[float], big_sq: Sequence[float], b_small: ArrayLike, b_big: ArrayLike
 ) -> NoiseScale:
     """Estimate B_simple from each step's squared gradient norms at batch sizes b < B, which may vary by step.
-    Because E |g_b|^2 = |G|^2 + tr(Sigma) / b, unbiased estimates of a step are
+    Because E |g_b|^2 = |G|^2 + tr(Sigma) / b, each step yields the unbiased estimates
 
         |G|^2      = (B |g_B|^2 - b |g_b|^2) / (B - b)
         tr(Sigma)  = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
 
     Both are averaged over the steps before the division. The 95 % interval is Fieller's: all ratios x with
-    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), whose variance is from 20 blocks of steps.
+    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), with Var from 20 blocks of steps.
     The result is inconclusive with fewer than 50 steps, or if |G|^2 or tr(Sigma) is not above 0 at 99.9 %.
     """
     small_N, big_N, b_N, B_N = np.broadcast_arrays(

@@ -25,11 +25,11 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import FailureKind
 
-GC_THRESHOLD = 100_000  # new objects; each block that is recomputed in backward leaves 7 (about 0.5 KB)
+GC_THRESHOLD = 100_000  # new objects; each block recomputed in backward leaves 7 of them (about 0.5 KB)
 
 
 class RunFailed(RuntimeError):
-    """Error raised after all ranks have stopped the run together. The message is the cause."""
+    """Error raised after all ranks have stopped the run together. The message gives the cause."""
 
     def __init__(self, cause: str, failure_kind: FailureKind = "error"):
         super().__init__(cause)
@@ -117,8 +117,8 @@ class Records:
 
 
 def redirect_output(rank: int) -> None:
-    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log, if the variable is set, and its stacks on
-    SIGUSR2 to rank-N.stack. A separator line follows the log of an earlier process. Counts failed writes."""
+    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log, if the variable is set, and, on SIGUSR2,
+    its stacks to rank-N.stack. A separator line follows an earlier process's log. Counts failed writes."""
     sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
@@ -136,8 +136,8 @@ def redirect_output(rank: int) -> None:
 
 
 def show_stacks_on_signal(rank: int) -> None:
-    """Append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack (stderr if it is unset) on SIGUSR2,
-    even if C code is running with the interpreter lock."""
+    """On SIGUSR2, append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack (stderr if the variable
+    is unset), even if C code is running with the interpreter lock."""
     file: IO[str] = sys.stderr
     if folder := os.environ.get(files.LOG_DIR):
         with contextlib.suppress(OSError):  # a full disk
@@ -205,8 +205,8 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, once
-        until there is progress again."""
+        """Let the heartbeat's thread call `report(progress)` once whenever there has been no progress for
+        `after_s` seconds."""
         self._silence = after_s, report
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(-1, files.BEAT_BYTES)
 
 
-# variables for (rank, local rank, world size, local world size), by starter
+# variables with the rank, local rank, world size and local world size, by the program that sets them
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate, deepspeed
     # Slurm: a batch script also has SLURM_PROCID and SLURM_NTASKS, but only srun sets SLURM_STEP_*

@@ -28,7 +28,7 @@ class StepTrace:
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
         """Start or stop recording after `step` steps, as planned. With `at_end`, stop in any case. Step times
-        exclude the time for this. Collective."""
+        exclude the time that this takes. Collective."""
         plan = self._plan
         if plan is None:
             return

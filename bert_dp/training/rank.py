@@ -230,8 +230,8 @@ def run(
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
     """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. Under a
-    launcher, which has locked RUN_LOCK, wait up to EXIT_WAIT_S for .lock, because only a rank 0 that the
-    launcher has killed, and that has not exited yet, can have locked it."""
+    launcher, which has locked RUN_LOCK, wait up to EXIT_WAIT_S for .lock, because it can only be held
+    by a rank 0 that the launcher has killed and that has not exited yet."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):
