@@ -228,8 +228,8 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that differ from `old`, the weights' configuration, and make the weights unusable. Equal
-    shapes do not suffice: with another number of heads, for example, weights load but are wrong."""
+    """Find settings whose change from `old`, the weights' configuration, makes the weights unusable. Equal
+    shapes do not suffice: with another number of heads, weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]

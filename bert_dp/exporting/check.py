@@ -46,7 +46,7 @@ class ExportBatch(StoredModel):
     difference: float
     """Largest difference, relative to the largest output of the run if that output exceeds 1."""
     top1: float | None
-    """Share of positions or examples whose largest output has the same index; null for hidden states."""
+    """Share of positions or examples with the same argmax in run and export; null for hidden states."""
 
 
 class ExportCheck(StoredModel):

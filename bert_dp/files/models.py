@@ -140,7 +140,7 @@ class Straggler(StoredModel):
 
     rank: int
     ratio: float
-    """Compute time before any reduction: this rank / median of the others."""
+    """This rank's compute time before any reduction / median of the other ranks."""
     seconds_per_step: float
     """Time that the other ranks lose in each step."""
 

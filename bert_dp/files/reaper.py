@@ -52,9 +52,9 @@ def describe_exit_code(code: int, suffix: str) -> str:
 
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
-    """Kill child processes and remove `scratch` if this process is killed inside the block. Ranks also
-    exit without the reaper unless they are stopped (SIGSTOP) or block the interpreter lock. The reaper is a
-    small process that waits until its standard input closes."""
+    """Kill child processes and remove `scratch` if this process is killed inside the block. The reaper is a
+    small process that acts when its standard input closes. Even without it, ranks exit unless they are
+    stopped (SIGSTOP) or hold the interpreter lock."""
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])

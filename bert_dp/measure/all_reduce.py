@@ -2,7 +2,7 @@
 
 `python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` runs N local ranks, each on a separate GPU if
 there are enough, for SECONDS (default 2) per size, and prints one JSON line per size. `pair RANK HOST PORT
-INTERFACE [SOCKET]` runs one of two ranks on two nodes; SOCKET is the store's bound socket on rank 0.
+INTERFACE [SOCKET]` runs one rank of a pair on two nodes; SOCKET is the descriptor of rank 0's bound socket.
 """
 
 import json

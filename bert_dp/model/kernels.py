@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N], by the faster library for this device and dtype. Callers compute gradients."""
+    """Return a @ b.T, [M, N], with the faster library for the device and dtype. Callers define backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 

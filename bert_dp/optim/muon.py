@@ -118,7 +118,7 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Multiply fp32 matrices in fp32, even if the model may use TF32 (`devices.allow_tf32`)."""
+    """Turn TF32 off in the block, even if the model may use it (`devices.allow_tf32`)."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

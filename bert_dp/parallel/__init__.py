@@ -24,7 +24,7 @@ State = dict[str, dict[str, Tensor]]
 class Engine(Protocol):
     """Interface of an engine. Data is split by dp_rank and dp_size, never by world rank. To add an engine,
     add a file with a class `Engine` to this package, a row to `ENGINES` in `bert_dp/config/engines.py` (used
-    by checks, memory estimates, `scale` and hang reports) and a row to the parity matrix."""
+    by checks, memory estimates, `scale` and hang reports) and a row to `tests/parity/matrix.py`."""
 
     dp_rank: int
     dp_size: int

@@ -66,7 +66,7 @@ class TensorParallel:
         return torch.cat([m.chunk(self._size, dim)[self._rank] for m in whole.chunk(count, dim)], dim)
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Gather the whole tensor, the inverse of `shard`. Collective over a replica's ranks."""
+        """Gather the whole tensor; inverse of `shard`. Collective over a replica's ranks."""
         if name not in self._plan:
             return shard
         dim, count = self._plan[name]

@@ -153,7 +153,7 @@ class Engine:
         return {"model": model, "optimizer": moments, "scaler": read_scaler(self._scaler)} if keep else None
 
     def _gather_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name/key, tensor) of all optimizer state, whole on the first replica's ranks. Collective."""
+        """Yield (name/key, tensor) for all optimizer state, unsharded on the first replica. Collective."""
         device = next(iter(self._parameters.values())).device
         mine = {name: self._optimizer.state.get(p, {}) for name, p in self._parameters.items()}
         facts = {

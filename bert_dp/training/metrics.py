@@ -314,7 +314,7 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
     """Return the reason to fail if all steps were skipped or the budget allowed no step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
-        return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
+        return f"schedule.{unit} is spent on set-up and the final reserve before the first step; raise it"
     if not step or skipped < step:
         return None
     return (

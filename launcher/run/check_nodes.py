@@ -48,7 +48,7 @@ def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _link(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Measure an all-reduce between a rank on this node and a rank on node `rank`."""
+    """Measure an all-reduce between a process here and one on node number `rank`."""
     place, what = nodes.place, f"all-reduce with {nodes.name(rank)}"
     with peers.listen(place.address, 0) as store:
         port: int = store.getsockname()[1]

@@ -269,8 +269,8 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show the cause of a failure or the issues of unusable input, add `facts` to summary.json, write the
-    page, and show the result."""
+    """Show the cause of a failure or the issues with the input, add `facts` to summary.json, write
+    report.html, and show the result."""
     if failure is not None and failure.issues:
         for fields in failure.issues:
             show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
@@ -434,7 +434,7 @@ class MemoryCheck:
         return sum(self.parts_gib.values())
 
     def impossible(self) -> list[Issue]:
-        """Return an issue if the model state exceeds the limit at any micro batch size, else []."""
+        """Return an issue if the model state alone exceeds the memory limit, else []."""
         state_gib = sum(self.parts_gib[name] for name in MEMORY_STATE)
         if self.limit_gib is None or state_gib <= self.limit_gib:
             return []

@@ -379,7 +379,7 @@ class MemoryWatch:
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     """Read the number of out-of-memory kills so far and the path of the counter. The control group's counter
-    (v2 or v1) covers all of its limits; otherwise the machine's is read. None if no counter is readable."""
+    (v2 or v1), which covers all its limits, precedes the machine's. None if no counter is readable."""
     counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))
