@@ -45,7 +45,7 @@ def eval_glue(
 def eval_mlm(
     run: opt.Run,
     texts: Annotated[
-        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs given before the texts are compared.")
+        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs to compare come before the texts.")
     ],
     documents: Annotated[str, Option(help="Document separator in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
@@ -67,7 +67,7 @@ def eval_mlm(
 def predict(
     run: opt.Run,
     file: Annotated[
-        str, Argument(metavar="FILE", help="File of lines, table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
+        str, Argument(metavar="FILE", help="One text per line, table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
     ],
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
@@ -95,7 +95,7 @@ def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False
     """Export to a directory that transformers can load.
 
     The model loads without bert-dp's code, as ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT,
-    depending on the run's positions and norms. The directory also contains the tokenizer and a model card.
+    depending on the run's position and norm settings. The tokenizer and a model card are written too.
     """
     return _export("hf", run, out, encoder, "fp32")
 
@@ -104,7 +104,7 @@ def export_onnx(
     run: opt.Run,
     out: opt.ExportOut,
     encoder: opt.WithoutHead = False,
-    int8: Annotated[bool, Option("--int8", help="Quantize to int8 with dynamic quantization.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Apply dynamic int8 quantization.")] = False,
 ) -> int:
     """Export model.onnx, for any batch size and any sequence length up to the run's."""
     return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
@@ -125,7 +125,7 @@ def export_check(
         Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Exported run; default: found in ., runs/ or next to DIR.")
+        Path | None, Option(metavar="RUN", help="Exported run; default: one in ., runs/ or next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

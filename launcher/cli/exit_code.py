@@ -1,6 +1,6 @@
 """Turn the end of a command into its exit code: 0 success, 1 failure, 2 bad input, 128 + signal number.
 
-The code of a training run is `Summary.exit_code` in bert_dp/files/models.py; its verb returns it.
+A verb that trains returns its run's `Summary.exit_code` (bert_dp/files/models.py).
 """
 
 import errno
@@ -30,7 +30,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     code = 0
     try:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
-            # because a UTF-8 file could not store the argument
+            # a UTF-8 file could not store such an argument
             raise ConfigError([Issue("", "wrong_type", f"argument {a!a} is not UTF-8") for a in not_utf8])
         code = command() or 0
         sys.stdout.flush()  # so that a closed pipe is detected here, not at interpreter exit

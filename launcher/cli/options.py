@@ -22,7 +22,7 @@ TEXTS = "Files, directories or globs (text, JSONL, Parquet; .gz, .xz, .zst), hub
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Create an option converted by `parse`, which raises BadParameter. `names` replace the default name."""
+    """Make an option; `parse` converts its value or raises BadParameter. `names` replace the default name."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text  # a default is already converted
@@ -32,7 +32,7 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
 
 def counts(text: str) -> tuple[int, ...]:
     """Parse a list like `1,2,4` or a range like `1..1024`, which doubles up to and including its end."""
-    problem = f"{text!r} is not a list like 1,2,4 or a range like 1..1024 of numbers up to {MAX_GPUS:,}"
+    problem = f"{text!r} is not a list (1,2,4) or range (1..1024) of numbers up to {MAX_GPUS:,}"
     if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
         raise BadParameter(problem)
     if ".." in text:
@@ -116,7 +116,7 @@ Words = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings that override the verb's recipe."),
+    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings that override the verb's defaults."),
 ]
 Set = Annotated[
     list[str] | None, Option("--set", metavar="a.b=v", help="Another way to write SETTING=VALUE; repeatable.")
@@ -167,7 +167,7 @@ Precision = Annotated[
     Option(help="fp32: no autocast; bf16: autocast; auto: bf16 if the GPU supports it, else fp32."),
 ]
 Out = Annotated[
-    Path | None, Option(help="Output directory, new or to resume; default: in scaling/, tune/ or eval/.")
+    Path | None, Option(help="Output directory: new, or one to resume; default: in scaling/, tune/ or eval/.")
 ]
 ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
@@ -176,7 +176,7 @@ Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 def measuring(out: Path | None, dry_run: bool, json: bool) -> VerbOptions:
-    """Combine the options that all measuring verbs have."""
+    """Combine the options that all measuring verbs share."""
     return VerbOptions(out, dry_run, json, console())
 
 

@@ -70,12 +70,12 @@ def plan_fit(
         list[Path] | None, typer.Argument(help="Directories of completed pretraining runs.")
     ] = None,
     table: Annotated[
-        Path | None, Option(help="CSV file of budget_flops, parameters, loss and, optionally, tokens.")
+        Path | None, Option(help="CSV file with budget_flops, parameters, loss and, optionally, tokens.")
     ] = None,
     out: Annotated[Path, Option(help="File to write.")] = Path("frontier.json"),
     json: opt.Json = False,
 ) -> int:
-    """Fit a scaling law of the loss to completed runs."""
+    """Fit a scaling law for the loss to completed runs."""
     from launcher import results
     from launcher.plan import budget, fit
     from launcher.report.page import show_result
@@ -108,7 +108,7 @@ def plan_scaling(
     ] = None,
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
     gpus_per_node: Annotated[
-        int | None, Option(min=1, help="GPUs per node; default: 8, or all if the link is measured.")
+        int | None, Option(min=1, help="GPUs per node; default: 8, or all GPUs if the link is measured.")
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",

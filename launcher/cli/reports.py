@@ -157,7 +157,7 @@ def checkpoints(
 
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Verify a checkpoint; return its facts. `problem`: null if intact. `losses`: held-out loss by step."""
+    """Verify and describe a checkpoint. `problem`: None if it is intact. `losses`: held-out loss by step."""
     from bert_dp.training import checkpoint
 
     facts, num_bytes = None, None
@@ -198,7 +198,7 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
 
 
 def doctor(
-    run_dir: Annotated[Path | None, Option(help="Directory for runs; default: the current one.")] = None,
+    run_dir: Annotated[Path | None, Option(help="Directory for runs; default: working directory.")] = None,
     data: Annotated[Path | None, Option(help="With several nodes: shards that every node must have.")] = None,
     nnodes: opt.Nnodes = None,
     node_rank: opt.NodeRank = None,
@@ -208,9 +208,9 @@ def doctor(
 ) -> int:
     """Check this machine before a run.
 
-    Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
-    all-reduce in less than 30 s. With several nodes, node 0 also compares the nodes' versions, data, clocks
-    and view of --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
+    In under 30 s, checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip
+    and an all-reduce. With several nodes, node 0 also compares the nodes' versions, data, clocks and view of
+    --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_result

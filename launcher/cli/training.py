@@ -190,7 +190,7 @@ def distill(
     ] = None,
     copies: Annotated[
         int | None,
-        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20; for pairs: 10."),
+        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20; 10 for pairs."),
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
@@ -240,7 +240,7 @@ def distill(
 def configs(
     name: Annotated[str | None, Argument(help="Configuration to print, or slurm.sbatch.")] = None,
 ) -> int:
-    """List the shipped configurations with their transformers classes, and the Slurm script, or print one."""
+    """List the shipped configurations (with transformers classes) and the Slurm script, or print one."""
     scripts = {path.name: path for path in shipped_configs().glob("*.sbatch")}
     if name is not None:
         typer.echo((scripts.get(name) or find_config(name)).read_text(), nl=False)

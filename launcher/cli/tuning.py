@@ -75,7 +75,7 @@ def tune_batch(
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
-    """Find the micro batch of a rank with real runs.
+    """Find the best micro batch per rank with real runs.
 
     The result is the smallest micro batch within 3 % of the best throughput. The gradient accumulation is
     adjusted to keep the global batch. Also measures the memory per rank and the gradient noise scale.
@@ -89,7 +89,7 @@ def tune_batch(
 
 def tune_lr(
     words: opt.Words = None,
-    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: a replica's ranks.")] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: one replica's ranks.")] = None,
     rates: Annotated[int, Option(min=3, max=20, help="Rates in the first rung, a factor of 2 apart.")] = 5,
     seeds: Annotated[int, Option(min=1, max=100, help="Seeds per rate in the last rung.")] = 3,
     tokens: Annotated[

@@ -208,8 +208,8 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function that gives the speed of a configuration: as measured by --from or the frontier's
-        runs, or by the roofline of --gpu. Raises ConfigError if --from measured a different configuration."""
+        """Return a function that gives a configuration's speed: measured (--from, the frontier's runs) or
+        estimated (roofline of --gpu). Raises ConfigError if --from measured a different configuration."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -265,7 +265,7 @@ def plan_budget(
     if page is not None:
         prices = {name: found.value for name, found in sourced_values(PRICES).items()}
         data = planner_page.planner_data(family(base), frontier, prices, costs.pue, costs.grams_per_kwh)
-        sizes = options.frontier or "a ratio of your choice"
+        sizes = options.frontier or "your tokens-per-parameter ratio"
         origin = f"model and batch of {options.config}; sizes from {sizes}"
         state = unit, amount, options.gpu, options.gpus, costs.price
         files.write_text(page, planner_page.planner_html(data, origin, plan.warnings, *state))
@@ -426,9 +426,9 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
     """Return the size whose optimal training takes `hours`.
 
     sizes: ascending; hours_of: hours of the optimal training of each size, interpolated in log-log space. The
-    curve is U-shaped, because a model below the tipping size uses the device less efficiently and takes
-    longer; the solution is on the branch above. Raises ValueError with the minimum of `hours_of` if `hours`
-    is smaller, or with the hours of the last size if `hours` is larger.
+    curve is U-shaped, because models below a certain size use the device inefficiently and take longer;
+    the solution is on the branch above that size. Raises ValueError with the minimum of `hours_of` if
+    `hours` is smaller, or with the hours of the last size if `hours` is larger.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -458,8 +458,8 @@ def small(flops: float) -> str:
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return one size per published answer: the size closest to the answer's best size for the compute that
-    this size uses in `hours`."""
+    """Return a size per published answer. Training a size for `hours` uses a certain compute: return the size
+    that is closest to the answer's best size for this compute."""
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():

@@ -24,7 +24,7 @@ FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by a smaller factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 CONTRADICTS = (
-    "The law does not describe these runs: its best sizes and the best sizes by parabolas differ by a factor "
+    "The law does not describe these runs: its best sizes and those found by parabolas differ by a factor "
     "of {:.1f} (median over budgets). Repeated data or unfinished runs can cause this."
 )
 OUTSIDE = "The sizes that were run do not enclose the best size for {}: add smaller or larger models."
@@ -148,9 +148,9 @@ def fit_page(found: Frontier) -> Report:
     laws = [
         words("loss", f"{law.E:.3f} + {law.A:.3g} N^-{law.a:.3f} + {law.B:.3g} D^-{law.b:.3f} nats"),
         words("exponent x of best N ~ C^x", power(found.exponent), f"95 %: {interval}"),
-        words("x without the embedding", power(found.exponent_without_embedding)),
+        words("x without embedding parameters", power(found.exponent_without_embedding)),
         words(
-            "x from parabolas",
+            "x found by parabolas",
             power(found.parabola_exponent),
             "a cross-check; biased even without noise (arXiv 2603.22339)",
         ),

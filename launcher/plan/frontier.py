@@ -79,7 +79,7 @@ class Frontier(StoredFile):
     law: LossLaw
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
-    """Laws fitted to runs resampled within each budget. Six or more budgets are resampled too."""
+    """Laws fitted to runs resampled within budgets. Budgets are resampled too if there are six or more."""
     left_out: list[LossLaw] = Field(min_length=2)  # laws fitted to the runs of all budgets but one
     others: list[LossLaw] = []  # other local minima that fit nearly as well
     exponent: float | None = None
@@ -122,7 +122,7 @@ class Frontier(StoredFile):
         """Apply `value` to the law; return the result and its 95 % interval.
 
         The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
-        The interval uses Student's t and assumes a normal distribution, so pass the logarithm of a size.
+        The interval uses Student's t and assumes a normal distribution, so `value` should return a log size.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

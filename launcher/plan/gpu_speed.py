@@ -3,7 +3,7 @@
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
 benchmarks/gpu_speed.py fits the constants to published measurements of one GPU: share, TOKENS, and the memory
-traffic and launch time of each framework. hardware.yaml lists them under `gpu_speed`, with the error spread.
+traffic and launch time of each framework. hardware.yaml lists them and their error spread under `gpu_speed`.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from launcher.plan.scaling import ENGINES, estimated_profile
 from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
-FRAMEWORK = "compiled"  # class of torch.compile; published measurements have other classes too
-PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer, as multiples of H and of heads x S
+FRAMEWORK = "compiled"  # class of measurements with torch.compile, one of several classes
+PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer, per unit of width and of heads x length
 MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
 MIN_SPREAD = 0.05  # minimum half-width of the 95 % interval of ln(measured rate)
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # bytes per parameter that a fused optimizer moves
@@ -100,7 +100,7 @@ def memory_gib(gpu: str) -> float:
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of `configs`, in ascending order of size, until one does not fit the device."""
+    """Return the rates of `configs`, which ascend in size; stop at the first that does not fit the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:

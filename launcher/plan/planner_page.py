@@ -57,7 +57,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page from `planner_data`. The values from `unit` to `price` initialise its inputs."""
+    """Render the page with the result of `planner_data`; `unit` to `price` initialise its input fields."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

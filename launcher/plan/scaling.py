@@ -24,7 +24,7 @@ from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
 GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links
-BOUNDS = ("no stragglers", "perfect overlap")  # not settings, so their gain is only an upper bound
+BOUNDS = ("no stragglers", "perfect overlap")  # no setting achieves these; their gain is an upper bound
 ADAM_BYTES = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
 BACKWARD = 2 / 3  # share of a micro batch: each forward matmul causes two backward matmuls
@@ -96,8 +96,8 @@ class PlanSource:
 
 
 def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
-    """Predict a row for each accumulation, tensor size and number of GPUs, and compare the measured cells.
-    Raises ConfigError with all issues."""
+    """Predict a row for each accumulation, tensor size and number of GPUs, and compare the measured cells
+    with their predictions. Raises ConfigError with all issues."""
     if issues := _option_issues(source, spec):
         raise ConfigError(issues)
     rows = [
@@ -127,7 +127,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
 
 
 def predict_measured(scaling: Scaling) -> Prediction | None:
-    """Predict a benchmark's cells from its profile, links and ceiling; None if profile or link is missing."""
+    """Predict a benchmark's cells from its measurements; None if the profile or a link is missing."""
     try:
         source = source_of(scaling, "scaling.json")
         return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
@@ -193,7 +193,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
 
 
 def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> models.ComparedCell | None:
-    """Compare a measured cell with its prediction, over measured links if any; None without a prediction."""
+    """Compare a measured cell with its prediction (for measured links if any); None if not predictable."""
     engine = "ddp" if cell.engine == "single" else cell.engine
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
@@ -224,7 +224,7 @@ def _is_cpu(device: str) -> bool:
 
 
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    """Return the issues of unknown options and of conflicts with other options or the source."""
+    """Return the issues with unknown values, and with conflicts between options or with the source."""
     links = hardware()["links"]
     if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
@@ -244,7 +244,7 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
 
 
 def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
-    """Check that a name is known. The hint lists the names with this prefix, or else the closest ones."""
+    """Check that a name is known. The hint lists the names that start with it, or else the closest ones."""
     if value is None or value in names:
         return []
     close = [name for name in names if name.lower().startswith(value.lower())]
@@ -317,7 +317,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"computation is slowed by the measured ceiling ({counts}; more ranks: the last factor)")
+        notes.append(f"computation time on N ranks, from the ceiling ({counts}; more ranks: the last factor)")
     curves = {
         # sorted, so that the longest of several times at one size is kept
         each.world_size: AllReduceCurve(
@@ -355,7 +355,7 @@ def source_of_rate(
         raise ConfigError(issues)
     shape, length, mask_rate = find_model(model)
     device, optimizer_s = "GPU", 0.0
-    adam = "included in the micro batches; pass --gpu to separate it"
+    adam = "included in the micro-batch time; pass --gpu to separate it"
     if gpu is not None:
         device = gpus[gpu]["device"]
         bytes_s = gpus[gpu]["memory_gb_s"] * step_model.GB * constant("memory_reach")
@@ -363,7 +363,7 @@ def source_of_rate(
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if not micro_s > MIN_MICRO_S:
-        message = f"{seq_per_s:g} leaves no time for the micro batches"
+        message = f"{seq_per_s:g} sequences/s leave no time for the micro batches"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
     profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)
@@ -435,7 +435,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
     rows = prediction.rows
     last = max(rows, key=lambda row: row.world_size)
     levers = [
-        words(lever.lever, format_change(lever.gain), "an upper bound, not a setting" if lever.bound else "")
+        words(lever.lever, format_change(lever.gain), "upper bound; no such setting" if lever.bound else "")
         for lever in last.levers
     ]
     counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))

@@ -149,8 +149,8 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Draw the horizontal lines. A label is above its line, but below a line that is above all points, so
-    that the label is inside the plot."""
+    """Draw the horizontal lines. A label is above its line; but if the line is above all points, its label
+    is below it, so that it is inside the plot."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

@@ -12,7 +12,7 @@ HUGE = 1e300  # quotients of magnitudes above HUGE or below 1 / HUGE may overflo
 
 
 def number(value: object) -> float | None:
-    """Return a number as a float, 0 if its magnitude is below 1 / HUGE; None if above HUGE or no number."""
+    """Return a number as a float: 0 if in magnitude below 1 / HUGE, None if above HUGE or not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0
@@ -82,7 +82,7 @@ def format_step_time(seconds: float) -> str:
 
 @_known
 def format_ratio(ratio: float) -> str:
-    """Format a ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
+    """Format a ratio near one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
     return f"{ratio:,.{2 if abs(ratio) < 9.995 else 1 if abs(ratio) < 99.95 else 0}f}"
 
 

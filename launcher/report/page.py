@@ -278,7 +278,7 @@ def at(part: object, path: str) -> Any:
 
 
 def cell_of(part: object, quantity: Quantity) -> TableCell:
-    """Return the cell of a quantity of `part`."""
+    """Return the cell that shows a quantity of `part`."""
     value = quantity.of(part)
     return value if isinstance(value, TableCell) else cell(value, quantity.unit)
 

@@ -168,8 +168,8 @@ def _logged(
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """Sample the lines of a file. From each of NUM_STRETCHES parts, keep the first and last line, the lines
-    with the lowest and highest loss, so that spikes stay visible, and the first line without a loss."""
+    """Sample the lines of a file. From each of NUM_STRETCHES parts, keep the first and last line, the first
+    line without a loss and, so that spikes stay visible, the lines with the lowest and highest loss."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

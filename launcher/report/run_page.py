@@ -1,4 +1,4 @@
-"""Report one run or compare several, with the outcome and every number with its denominator."""
+"""Report one run or compare several: the outcome, and every number with its denominator."""
 
 import collections
 import contextlib
@@ -46,7 +46,7 @@ from launcher.stats import NORMAL
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
     """Return the half-width in nats of the loss's 95 % interval; None if the interval was not measured.
 
-    `seeds`: losses of several seeds on the same text, of which the loss is the mean. The text's sampling
+    `seeds`: losses of several seeds on the same text; the loss is their mean. The text's sampling
     error and the error of the mean over the seeds are added as independent errors.
     """
     se = number(heldout.loss_se)
@@ -130,7 +130,7 @@ def of_directories(run_dirs: Sequence[Path]) -> page.Report:
 
 
 def _next(run: RunFiles) -> str:
-    """Return the command to export the trained model, or to resume the run on the same number of ranks."""
+    """Return the command to export a trained model, retry a diverged run at half the lr, or resume."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
         if run.config.get("task"):  # an export would need the code of the task, which only training executes
@@ -308,7 +308,7 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     if summary.restarts:
         last = summary.restarts[-1]
         place = f"step {format_count(last.step)}" if last.step >= 0 else "the start"
-        note = f"the last from {place} on {count_of(last.ranks, 'rank')}: {page.first_line(last.cause)}"
+        note = f"last restart from {place} on {count_of(last.ranks, 'rank')}: {page.first_line(last.cause)}"
         rows.append(value("restarts", len(summary.restarts), "count", note))
     scores = measured.scores or {}
     accuracies = [name for name in scores if name.startswith("dev") and name.endswith("/accuracy")]
@@ -318,7 +318,7 @@ def _outcome(run: RunFiles) -> list[TableRow]:
             note += f"; 95 % interval {_share_interval(share, measured.examples)}"
         note += "" if constant is None else f"; a constant answer scores {format_decimals(constant)}"
         rows.append(value(score_name(name, measured), score, "decimal", note))
-    interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
+    interval = "; ±: 95 % interval over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
     if measured.examples is None:  # baselines for the loss of a language model
@@ -370,7 +370,7 @@ def _work(run: RunFiles) -> list[TableRow]:
     step = f"one step = global batch {format_count(whole)} = {sizes}"
     if whole and summary.samples and summary.samples != summary.step * whole:
         step += f", {summary.samples / max(1, summary.step):,.1f} sequences on average"
-    lost = f"{_share(summary.skipped_steps, summary.step)} of the steps; gradient norm not finite"
+    lost = f"{_share(summary.skipped_steps, summary.step)} of the steps (gradient norm not finite)"
     compiled = None if summary.compiled is None else "compiled" if summary.compiled else "eager"
     precision = ", ".join(filter(None, [f"precision {summary.precision or NA}", compiled]))
     spikes = value("loss spikes", summary.loss_spikes, "count", "logged losses far above the preceding ones")
@@ -408,7 +408,7 @@ def _rates(run: RunFiles) -> list[TableRow]:
         TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
         for label, rate, unit, note in rates
     ]
-    work = "compute time of the slowest rank / median of the others, before any gradient reduction"
+    work = "compute time before any gradient reduction: slowest rank / median of the others"
     ratio = summary.straggler_ratio
     rows.append(value("straggler ratio", ratio, "ratio", f"{work}{_since(summary)}", console=False))
     if (slow := summary.straggler) is not None:
@@ -449,8 +449,8 @@ def _files(run: RunFiles) -> list[TableRow]:
     amounts = [
         ("energy", summary.energy_j, "J", f"{each} per million tokens, {_ranks(summary)}{since}"),
         ("cost", spent.dollars, "$", price),
-        ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
-        ("CO2", spent.co2_kg, "kg", "energy of all starts x run.grams_co2_per_kwh"),
+        ("energy of all starts", spent.kwh, "kWh", f"source: {spent.energy_origin or 'none'}; times run.pue"),
+        ("CO2", spent.co2_kg, "kg", "energy of all starts in kWh x run.grams_co2_per_kwh / 1000"),
     ]
     memory = f"highest of {_ranks(summary)}{since}"
     rows = [
@@ -502,7 +502,7 @@ MAX_CLASSES = 50  # most classes in a readable matrix
 
 
 def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
-    """Return tables of the dev examples in predictions.jsonl; [] if the file cannot be read."""
+    """Return class scores and a confusion matrix from the dev predictions; [] if unavailable."""
     path, count = run_dir / files.PREDICTIONS, len(labels)
     if not 2 <= count <= MAX_CLASSES or not path.is_file() or path.stat().st_size > GIB:
         return []
@@ -525,7 +525,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
         matrix.append(TableRow(name, [cell(seen[i, j], "count") for j in range(count)]))
     tables = [
         page.Table(scores, ("precision", "recall", "f1", "examples"), "Dev examples by class", "class"),
-        page.Table(matrix, labels, "Confusion matrix", "class, by predicted class"),
+        page.Table(matrix, labels, "Confusion matrix", "class (columns: predicted class)"),
     ]
     return [page.ReportSection("Classes", tables=tables, console=False)]
 
@@ -593,7 +593,7 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
         if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # same evaluation
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
-            note = f"± 95 % over {count_of(len(apart), 'sequence')}: same tokens, same masks"
+            note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)
     return TableCell(f"{b - a:+.4f}", "different sequences")
 

@@ -39,9 +39,9 @@ def test_every_number_is_shown_with_its_denominator(tmp_path: Path) -> None:
     rows = {key: cells[0] for key, cells in rows_of(report).items()}
     bare = [label for (_, label), cell in rows.items() if cell.endswith("| ")]
     assert bare == ["checkpoint"]
-    loss, basis = rows["Outcome", "held-out loss"].split(" | ")
-    assert loss == "6.2500 nats ± 0.0392"
-    assert basis == "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked; ± 95 % over sequences"
+    loss, basis, interval = rows["Outcome", "held-out loss"].replace("; ", " | ").split(" | ")
+    assert (loss, interval) == ("6.2500 nats ± 0.0392", "±: 95 % interval over sequences")
+    assert basis == "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked"
     assert rows["Work", "optimizer steps"].endswith("global batch 64 = micro 16 x accumulation 2 x dp 2")
     assert rows["Throughput", "tokens"] == "16.4 k tokens/s | summed over 2 CPU ranks"
     assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device (unknown)"
