@@ -101,7 +101,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return `out`'s manifest if `out` contains this build, None if `out` may be written. Raises ConfigError."""
+    """Return `out`'s manifest if it contains this build, None if `out` may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):

@@ -183,7 +183,7 @@ class BudgetOptions:
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "not given, and there is no frontier with the measured speeds of three sizes"
+            message = "not given, nor a --frontier with measured speeds of at least three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"
@@ -514,7 +514,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
-        warnings.append(f"another law fits the runs nearly as well; best size: {sizes} parameters")
+        warnings.append(f"another law fits the runs nearly as well; its best size: {sizes} parameters")
     return warnings
 
 

@@ -45,7 +45,7 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Resample runs within budgets and, if there are MANY_BUDGETS, budgets. `groups`: indices by budget."""
+    """Resample budgets if there are MANY_BUDGETS, then the runs of each. `groups`: run indices by budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])

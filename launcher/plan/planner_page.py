@@ -1,4 +1,4 @@
-"""Render the budget planner as one self-contained HTML file, with sliders and a script that calculates."""
+"""Render the budget planner as one self-contained HTML file, with sliders and a script that recalculates."""
 
 import json
 import math

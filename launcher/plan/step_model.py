@@ -98,7 +98,7 @@ class AllReduceCurve:
     points: Mapping[float, float]
 
     def seconds(self, size: float) -> float:
-        """Interpolate in log-log space; constant below the smallest size, proportional above the largest."""
+        """Interpolate log-log. Time is constant below the smallest size, proportional above the largest."""
         least, greatest = min(self.points), max(self.points)
         if size <= least:
             return self.points[least]

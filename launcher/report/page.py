@@ -225,7 +225,7 @@ def status_verdicts(result: Measurement) -> list[Verdict]:
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A quantity of a part of a result: a field, or a function of the part."""
+    """One value shown for a part of a result: a field, or a function of the part."""
 
     path: str | Callable[[Any], object]
     """Dotted path of the field, or a function that returns a value in `unit` or a TableCell."""
