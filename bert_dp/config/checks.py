@@ -304,7 +304,7 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
         message = f"{model.position}, but no transformers class has it with model.norm: {model.norm}"
         return [Issue("model.position", "unsupported", message, model.position, "model.norm", _USE_ONNX)]
     if kind == "classifier" and finetune.head == "recipe":
-        message = "no transformers class has the recipe head"
+        message = "recipe, but no transformers class has this head"
         hint = f"finetune with finetune.head: native, or {_USE_ONNX}"
         return [Issue("finetune.head", "unsupported", message, finetune.head, hint=hint)]
     fixed = {f"model.{field}": only for field, only in _FIXED[name].items()}

@@ -10,7 +10,7 @@ from bert_dp.config import dump_config, find_config, load_config
 from launcher import results
 from tests.e2e.cli import TINY, accepted, bert_dp
 from tests.helpers import read_json
-from tests.unit.test_budget import own_fit
+from tests.unit.test_budget import fitted_frontier
 
 pytestmark = pytest.mark.slow
 HOURS = 0.002
@@ -19,7 +19,7 @@ HOURS = 0.002
 def test_a_planned_run_shows_measured_and_predicted_values(tmp_path: Path, shards: Path) -> None:
     settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=20", "log.every_steps=10"]
     (tmp_path / "tiny.yaml").write_text(dump_config(load_config(find_config("quickstart"), settings)))
-    results.write(tmp_path / "frontier.json", own_fit())
+    results.write(tmp_path / "frontier.json", fitted_frontier())
     one = ("--nproc", "1", "--run-dir")
     assert "predicted" not in bert_dp("train", "tiny.yaml", *one, "first", cwd=tmp_path).stdout
     plan = "plan --from first --config tiny.yaml --keep-model --frontier frontier.json --precision fp32"

@@ -13,13 +13,13 @@ from launcher.plan.budget import BudgetOptions, Costs, family, make_plan
 from launcher.plan.gpu_speed import gpu_rate
 from launcher.plan.step_model import hardware
 from tests.browser import Browser
-from tests.unit.test_budget import BASE, own_fit
+from tests.unit.test_budget import BASE, fitted_frontier
 
 pytestmark = pytest.mark.slow
 
 
 def written(path: Path, with_law: bool) -> dict:
-    fit = own_fit() if with_law else None
+    fit = fitted_frontier() if with_law else None
     data = planner_page.planner_data(family(BASE), fit, {}, grams_per_kwh=481)
     path.write_text(planner_page.planner_html(data, "test"))
     return data
@@ -67,7 +67,7 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
 @pytest.mark.parametrize("with_law", [True, False])
 def test_the_script_computes_the_same_as_python(browser: Browser, tmp_path: Path, with_law: bool) -> None:
     data = written(tmp_path / "plan.html", with_law)
-    fit, rates, draw = own_fit() if with_law else None, {}, random.Random(0)
+    fit, rates, draw = fitted_frontier() if with_law else None, {}, random.Random(0)
     states = [random_inputs(draw, list(data["devices"])) for _ in range(500)]
     browser.open(tmp_path / "plan.html")
     answers = browser.evaluate(f"{json.dumps(states)}.map(plan)")

@@ -21,7 +21,7 @@ from launcher.report.formats import format_si
 from tests.e2e.cli import here
 from tests.helpers import raised_issues
 from tests.plan_fixture import cell, measured, profile
-from tests.unit.test_budget import BASE, LAW, own_fit
+from tests.unit.test_budget import BASE, LAW, fitted_frontier
 
 TODAY = datetime.date(2026, 6, 1)
 H100 = "H100-SXM-80G"
@@ -166,7 +166,7 @@ def table(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def own_rows() -> list[dict[str, Any]]:
-    return [{name: getattr(run, name) for name in fit.COLUMNS[:3]} for run in own_fit().runs]
+    return [{name: getattr(run, name) for name in fit.COLUMNS[:3]} for run in fitted_frontier().runs]
 
 
 def test_a_table_of_runs_is_fitted_and_used_for_a_plan(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_law_that_contradicts_its_runs_is_not_used_for_a_plan(
 
 
 def test_a_fit_without_scipy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = own_fit().runs
+    runs = fitted_frontier().runs
     monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
     (found,) = raised_issues(loss_fit.fit, runs)
     assert (found.kind, found.value) == ("needs_package", "scipy")
