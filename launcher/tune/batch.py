@@ -144,8 +144,8 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
     if limit is None:
         limit, _ = setup.machine.rank_memory(ranks, on_gpu)
     elif not 0 < limit < math.inf:
-        hint = "use a number above 0"
-        issues.append(Issue("--memory", "out_of_range", f"{limit:g} GiB is not above 0", value=limit, hint=hint))
+        hint = "use a finite number above 0"
+        issues.append(Issue("--memory", "out_of_range", f"{limit:g} GiB", value=limit, hint=hint))
     if issues:
         raise ConfigError(issues)
     precision = trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu)
