@@ -155,10 +155,11 @@ def _logged(
         known |= {"heldout_loss": newest.get("loss"), "heldout": newest, "heldout_step": newest.get("step")}
     if checkpoints := files.list_checkpoints(run_dir / "checkpoints"):
         known["checkpoint"] = f"checkpoints/{checkpoints[0].name}"
+    worker = environment.get("worker")
+    worker = worker if isinstance(worker, dict) else {}
+    known.setdefault("world_size", worker.get("world_size"))
     if config is not None:
-        worker = environment.get("worker")
-        decided = worker.get("precision") if isinstance(worker, dict) else None
-        known["precision"] = decided if config.precision == "auto" else config.precision
+        known["precision"] = worker.get("precision") if config.precision == "auto" else config.precision
         gpus = [] if config.run.device == "cpu" else environment.get("gpus") or []
         known["device"] = gpus[0].get("name") if gpus else "CPU" if environment else None
     try:

@@ -158,7 +158,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
         return "warn", f"No end recorded: still running or killed. Last logged: {step}."
     if summary.status == "failed":
         cause = page.first_line(summary.failure.headline() if summary.failure else None)
-        return "fail", f"Failed at {step} (exit code {summary.exit_code}): {cause}"
+        return "fail", f"Failed after {step} (exit code {summary.exit_code}): {cause}"
     if summary.status == "stopped":
         saved = " after a checkpoint" if summary.checkpoint else ""
         names = {s.value: s.name for s in signal.Signals}

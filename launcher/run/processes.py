@@ -283,8 +283,8 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     if summary is None:
         logged = [line["step"] for line in files.read_lines(run_dir / "metrics.jsonl")]
         beats = filter(None, map(files.read_heartbeat, (run_dir / "heartbeats").glob("rank-*")))
-        step = max([*logged, *(beat.steps_done for beat in beats)], default=0)
-        summary = Summary(status="failed", step=step)
+        by_all = min((beat.steps_done for beat in beats), default=0)
+        summary = Summary(status="failed", step=max([by_all, *logged]))
     summary = summary.model_copy(update={"failure": cause, "signal": stop or None})
     try:
         results.write(run_dir / "summary.json", summary)

@@ -66,12 +66,12 @@ def test_a_failure_recorded_during_a_stop_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_summary_counts_the_steps_that_its_ranks_completed(tmp_path: Path) -> None:
-    for rank, (step, phase) in enumerate([(7, "step"), (8, "data"), (0, "setup")]):
+    for rank, (step, phase) in enumerate([(7, "step"), (8, "data"), (6, "log")]):
         beat = HeartbeatWriter(files.heartbeat_path(tmp_path, rank))
         beat.enter(phase, step)
         beat.close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 5}\n')
-    assert result(tmp_path, RAISED)[1]["step"] == 7
+    assert result(tmp_path, RAISED)[1]["step"] == 6
     (tmp_path / "summary.json").unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n')
     assert result(tmp_path, RAISED)[1]["step"] == 10

@@ -193,6 +193,10 @@ def test_every_ending_has_a_report_and_a_next_command(tmp_path: Path, ending: st
     assert not any(tile.cells[0].text == "n/a" for tile in report.tiles) or ending == "failed early"
     if ending == "rank killed":
         assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
+        (run / "metrics.jsonl").write_text("")  # before the first logged step
+        facts = json.loads((run / "environment.json").read_text())
+        files.write_json(run / "environment.json", {**facts, "worker": {"world_size": 2}})
+        assert of_directories([run]).next == goes_on
 
 
 def test_more_than_four_passes_are_noted_and_own_code_needs_allow_code(tmp_path: Path) -> None:
