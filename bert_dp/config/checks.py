@@ -116,7 +116,7 @@ def _tensor_issues(config: Config, world_size: int) -> Iterator[Issue]:
     engine, tensor = config.parallel.engine, config.parallel.tensor
     if not engine_facts(engine).tensor:
         able = ", ".join(name for name, facts in ENGINES.items() if facts.tensor)
-        message = f"{tensor} works with {able}, not with {engine}"
+        message = f"{tensor} works only with {able}, not with {engine}"
         yield Issue("parallel.tensor", "unsupported", message, tensor, "parallel.engine")
     if world_size % tensor:
         message = f"{tensor} does not divide --nproc {world_size}"

@@ -19,7 +19,7 @@ class EngineFacts:
     shards: tuple[Shard, ...] = ()
     """State that is sharded over the replicas; with `stages`, only the first `parallel.zero_stage` items."""
     stages: bool = False
-    """`parallel.zero_stage` has an effect."""
+    """True if `parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
     """Fields of `parallel` that the engine reads, other than engine, tensor and activation_checkpointing."""
     min_ranks: int = 1

@@ -41,7 +41,7 @@ class Issue:
     """One problem that the user can fix."""
 
     setting: str
-    """Dotted setting, option or file; empty if none applies."""
+    """Dotted name of a setting, an option, or a file; empty if none applies."""
     kind: IssueKind
     message: str
     value: Any = None
@@ -104,7 +104,7 @@ def install_command(extra: str) -> str:
 
 
 class StoredModel(BaseModel):
-    """Base model for part of a file. Numbers are finite and strictly typed; unknown keys are ignored."""
+    """Base class of stored data. Numbers are finite and strictly typed; unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 

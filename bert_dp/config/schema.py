@@ -483,8 +483,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Number of newest checkpoints to keep; 0 = write none; the run then cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
-    """Action if a checkpoint cannot be saved: continue training until the next checkpoint, or stop the run as
-    failed. A run that cannot save its first or last state always fails."""
+    """Action if a checkpoint cannot be saved: continue training until the next checkpoint, or end the run
+    with status failed. A run that cannot save its first or last state always fails."""
 
 
 class EvalConfig(Section):

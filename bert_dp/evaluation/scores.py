@@ -53,7 +53,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """Return the functions that compute the metrics of a kind from labels and logits."""
+    """Return the functions that compute a label kind's metrics from labels and logits."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

@@ -55,7 +55,7 @@ class Text:
 
     ids_T: NDArray[np.uint16]
     seen_T: NDArray[np.uint16]
-    """Tokens that the model receives to predict the tokens in `drawn_T`."""
+    """Tokens that the model receives to predict those marked in `drawn_T`."""
     drawn_T: NDArray[np.bool_]
     hidden_T: NDArray[np.bool_]
     """True for tokens of hidden words."""
@@ -333,7 +333,7 @@ def pieces(count: int, length: int, max_tokens: int) -> Iterator[tuple[int, int,
 
 def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
     """Return the ratio of two sums and its standard error, with documents as the sampling units (Cochran
-    1977, 2.11). Both are None if all counts are 0; the error is also None if only one is not 0."""
+    1977, 2.11). Both are None if all counts are 0; the error is None if only one count is nonzero."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
     if not total:
         return None, None

@@ -1,5 +1,5 @@
 """Make the transfer set for distillation: examples with augmented copies as in Tang et al. 2019 (arXiv
-1903.12136), or the texts in a file of a teacher's logits. Torch-free.
+1903.12136), or the texts in a file with a teacher's logits. Torch-free.
 
 A copy depends only on the seed, the example's number and the copy's number.
 """

@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of a text: the ids of its pieces, read from `pieces`, separated by its marks."""
+        """Return the ids of a text: its pieces, read from `pieces`, with the ids of marks between them."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -331,7 +331,7 @@ def summary(manifest: ExamplesManifest) -> str:
         }
         notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         parts.append(f"{name} {split.examples:,} examples ({notes})")
-    official = {None: "", True: "; official GLUE row counts", False: "; a subset: scores are not GLUE scores"}
+    official = {None: "", True: "; row counts match GLUE", False: "; a subset: scores are not GLUE scores"}
     return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 

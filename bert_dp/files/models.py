@@ -174,8 +174,8 @@ class Restart(StoredModel):
 
 
 class HeldOut(StoredModel):
-    """Results of an evaluation; a result is null if the task does not measure it. Lines of evals.jsonl have
-    these keys and step, tokens and elapsed_s."""
+    """Results of an evaluation; a result is null if the task does not measure it. Lines of evals.jsonl also
+    have step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean over `masked_tokens` or `examples`, in `loss_unit`."""

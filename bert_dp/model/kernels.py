@@ -100,7 +100,7 @@ def add_row_gradients(
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add row by row, which is fastest on a CPU. On a GPU, one warp would process each row serially."""
+    """Add position by position, which is fastest on a CPU. On a GPU, one warp would add a row's positions."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)

@@ -63,7 +63,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "must keep state for every parameter: scalar tensors or tensors of its shape"
+                message = "must keep state for every parameter, as scalars or tensors of the same shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]
@@ -102,8 +102,8 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """1.0 = skip this step, 0.0 = take it."""
     sharded_sums: Callable[[Tensor], Tensor] | None = None
-    """Function from sums over this rank's parts of the N tensors, [k, N] in the order of the optimizer's
-    parameters, to sums over the whole tensors."""
+    """Function that turns sums over this rank's parts of the N tensors into sums over the whole tensors:
+    [k, N], in the order of the optimizer's parameters."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return (keep, divisor), scalars with the device and dtype of `like`. `keep` is 0 to skip the step,

@@ -23,8 +23,8 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 class Lamb(Optimizer):
     """LAMB with Adam's state: step, exp_avg and exp_avg_sq. `step()` overwrites .grad with the update. With
-    `compiled`, `moments` and `descend` are fused kernels with 7 (as many as AdamW) and 3 memory passes; the
-    norms of whole tensors are computed between the two."""
+    `compiled`, `moments` (7 memory passes, as many as AdamW) and `descend` (3) are fused kernels; the norms
+    of whole tensors are computed between them."""
 
     def __init__(
         self,

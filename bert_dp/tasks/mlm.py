@@ -1,4 +1,4 @@
-"""Pretrain with masked language modelling on packed sequences; reproduce the micro batches of any step."""
+"""Pretrain with masked language modelling on packed sequences. Any step's micro batches are reproducible."""
 
 import hashlib
 import json

@@ -230,7 +230,7 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Return how many times this rank's GPU allocator released its cache to retry; None on a CPU."""
+    """Return how often this rank's GPU allocator released its cache to retry; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 

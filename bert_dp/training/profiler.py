@@ -27,8 +27,8 @@ class StepTrace:
         self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Start or stop recording after `step` steps, as planned. With `at_end`, stop in any case. Step times
-        exclude the time that this takes. Collective."""
+        """Start or stop recording if that is planned after step `step`; with `at_end`, stop in any case. Step
+        times exclude the time that this takes. Collective."""
         plan = self._plan
         if plan is None:
             return

@@ -81,7 +81,7 @@ def seconds(text: str) -> float:
     except ValueError as error:
         raise BadParameter(str(error)) from None
     if not 0 < value <= MAX_SECONDS:
-        raise BadParameter(f"{text!r} must be above 0 (for example 5m) and at most {MAX_SECONDS:g} s")
+        raise BadParameter(f"{text!r} must be above 0 and at most {MAX_SECONDS:g} s (for example 5m)")
     return value
 
 

@@ -142,7 +142,7 @@ def setting_issues(overrides: Sequence[str]) -> list[Issue]:
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
-    """Return the issues that prevent training, by checking one task, because all tasks share the settings."""
+    """Return the issues that prevent training. One task is checked, because all tasks share the settings."""
     config = configure(grid, next(iter(grid.tasks.values())))
     issues = job.input_issues(config)
     try:

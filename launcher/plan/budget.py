@@ -208,8 +208,8 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function that gives a configuration's speed: measured (--from, the frontier's runs) or
-        estimated (roofline of --gpu). Raises ConfigError if --from measured a different configuration."""
+        """Return a function that gives a configuration's speed: measured by --from or by the frontier's runs,
+        or estimated by the roofline of --gpu. Raises ConfigError if --from measured another configuration."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -287,7 +287,7 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size; add learning rate and micro batch to `plan.figures`."""
+    """Return the configuration of the chosen size; add its rate and micro batch to `plan.figures`."""
     shape = plan.models[0].model_dump(include=SHAPE)
     config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
@@ -454,7 +454,7 @@ def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: 
 def small(flops: float) -> str:
     """Return the warning for compute below MLM_MIN_FLOPS."""
     least = format_si(MLM_MIN_FLOPS, "FLOP")
-    return f"{format_si(flops, 'FLOP')}: below {least}, masked LMs follow no power law (arXiv 2305.17266)"
+    return f"{format_si(flops, 'FLOP')}: masked LMs follow no power law below {least} (arXiv 2305.17266)"
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:

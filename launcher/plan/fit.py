@@ -24,8 +24,8 @@ FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by a smaller factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 CONTRADICTS = (
-    "The law does not describe these runs: its best sizes and those found by parabolas differ by a factor "
-    "of {:.1f} (median over budgets). Repeated data or unfinished runs can cause this."
+    "The law does not describe these runs: its best sizes and those of parabolas fitted per budget differ "
+    "by a factor of {:.1f} (median over budgets). Repeated data or unfinished runs can cause this."
 )
 OUTSIDE = "The sizes that were run do not enclose the best size for {}: add smaller or larger models."
 OTHERS = "Another law fits nearly as well (sum of losses within 10 %), so the optimum is uncertain."

@@ -1,4 +1,4 @@
-"""Define the loss law L(N, D) = E + A N^-a + B D^-b, a sum of power laws, and its file frontier.json.
+"""Define the loss law L(N, D) = E + A N^-a + B D^-b and the file that stores it, frontier.json.
 
 N: parameters, D: training tokens, L: held-out loss in nats (Hoffmann et al. 2022, arXiv 2203.15556, equation
 2). `loss_fit.py` fits the law.

@@ -135,8 +135,8 @@ class Fabric:
         return self.speed * min(rates)
 
     def replicas(self, tensor: int) -> Fabric:
-        """Return the links of one gradient reduction if `tensor` neighbouring ranks share a replica: a node
-        contains fewer ranks of the reduction, and `tensor` reductions share its NICs."""
+        """Return the fabric as one gradient reduction sees it if `tensor` neighbouring ranks form a replica:
+        fewer ranks per node take part, and `tensor` reductions share its NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 

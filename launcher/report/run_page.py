@@ -238,8 +238,8 @@ def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
                 levels[label] = page.ReferenceLine(label, nats)
     first, training = runs[0][1].heldout, runs[0][1].training_unit
     per = "masked token" if first.examples is None else "example"
-    apart = "" if training == first.loss_unit else f", training loss in {training},"
-    y = Axis(f"loss ({first.loss_unit}{apart} per {per})", _unit(first.loss_unit))
+    apart = "" if training == first.loss_unit else f"; training: {training}"
+    y = Axis(f"loss per {per} ({first.loss_unit}{apart})", _unit(first.loss_unit))
     title = "Loss" if groups == 1 else f"Loss of {', '.join(run.name for _, run in runs)}"
     note = "" if groups == 1 else NOT_COMPARABLE
     return Figure(title, lines, Axis("tokens"), y, levels=list(levels.values()), note=note, switch=True)

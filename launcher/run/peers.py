@@ -257,7 +257,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until `is_done()` is true, a node is lost or refused or `seconds` pass. Return `is_done()`."""
+        """Wait until `is_done()`, until a node is lost or refused, or for `seconds`. Return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():

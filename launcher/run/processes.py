@@ -267,8 +267,8 @@ def _unfinished(run_dir: Path) -> set[Path]:
 
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
-    """Complete rank 0's summary, or build one if rank 0 wrote none. `unknown`: failure to report if `cause`
-    is None. A run that fails for another reason while a stop signal is pending counts as failed."""
+    """Complete rank 0's summary, or build one if rank 0 wrote none. `unknown`: the failure reported if
+    `cause` is None. A run that fails for another reason while a stop signal is pending counts as failed."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
@@ -368,7 +368,7 @@ def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _rank(child: psutil.Process) -> int | None:
-    """Return a worker's rank; None for an intermediate process, whose command contains the worker's."""
+    """Return a worker's rank; None for an intermediate process, whose command includes that of the worker."""
     try:
         command = child.cmdline()
         module = command[command.index("-m") + 1] if "-m" in command[:-1] else None

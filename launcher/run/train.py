@@ -542,7 +542,7 @@ def describe_length(config: Config, step_tokens: int | None) -> str:
         length = hours if schedule.hours >= 1 else f"{format_duration(schedule.hours * 3600)} ({hours})"
         length += " on rank 0's clock"
     if schedule.dollars is not None:
-        length = f"{schedule.dollars:g} $ at {config.run.price_per_device_hour:g} $ per device hour"
+        length = f"${schedule.dollars:g} at ${config.run.price_per_device_hour:g} per device hour"
     if schedule.kwh is not None:
         length = f"{schedule.kwh:g} kWh"
     if schedule.epochs is not None:

@@ -70,7 +70,7 @@ class CellRuns:
         """Return the step times of the slowest rank in seconds, because all ranks wait for it in every step.
 
         Independent copies do not synchronize: their throughputs add up, so the mean step time of the job is
-        the harmonic mean over the copies. To reproduce this mean, copies are weighted by its derivatives.
+        the harmonic mean over the copies. Each copy's times are weighted by the derivative of that mean.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -369,7 +369,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
         losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
     rank, ratio = cell.straggler_rank, cell.straggler_ratio
     if ratio is not None and rank is not None:
-        compared = f"compute time of rank {rank} before any reduction / median of the other ranks"
+        compared = f"rank {rank}'s compute time before any reduction / median of the other ranks"
         evidence = f"{compared}: {STRAGGLER.text(cell)}"
         hint = "check the clocks, links and other users of this rank's device with `bert-dp doctor`"
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))

@@ -75,7 +75,7 @@ class BatchSearchSpec:
 
     @property
     def global_size(self) -> int:
-        """Return the declared global batch."""
+        """Return the configured global batch."""
         return self.config.batch.global_size
 
     @property
@@ -328,7 +328,7 @@ class BatchSearch:
         return trial
 
     def _timed_steps(self, runs: int) -> int:
-        """Return the number of timed steps. They take as long as the start-up if the budget allows it."""
+        """Return the number of timed steps: as many as take the start-up time, or fewer on a short budget."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
         return min(throughput.MAX_STEPS, max(throughput.MIN_STEPS, int(each_s / step_s)))
@@ -343,7 +343,7 @@ class BatchSearch:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return sequences/s of each run by micro batch, at the declared global batch. Omit failed sizes."""
+        """Return sequences/s of each run by micro batch, at the configured global batch. Omit failed sizes."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes

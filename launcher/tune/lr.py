@@ -23,7 +23,7 @@ SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the fewes
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""Function of (job, ranks): predicted tokens/s of a trial and factor of its 95 % interval, or None."""
+"""(job, ranks) -> predicted tokens/s r of a trial and f, for the 95 % interval r / f to r f; or None."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,8 +124,8 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
     `points`: (rate, loss or None, steps skipped so far) of each step, by rising rate. The edge is the lowest
     rate at which a loss was not finite, a step was skipped (except the first steps, while fp16's loss scale
-    falls), or the mean of SMOOTHING losses exceeded its minimum by both RISE_SHARE of its fall and
-    RISE_SIGMAS deviations of its noise (estimated from differences of consecutive losses).
+    falls), or the mean of SMOOTHING losses rose above its minimum by more than RISE_SHARE of the fall to that
+    minimum and RISE_SIGMAS deviations of the noise (estimated from differences of consecutive losses).
     """
     losses: list[float] = []
     smoothed: list[float] = []

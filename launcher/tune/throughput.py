@@ -57,7 +57,7 @@ class MemoryLine(StoredModel):
 
 
 class SizeResult(StoredModel):
-    """Results of one micro batch. Rates are sequences/s of all ranks at the declared global batch."""
+    """Results for one micro batch size. Rates are sequences/s of all ranks at the configured global batch."""
 
     micro_batch: int
     status: SizeStatus
@@ -68,7 +68,7 @@ class SizeResult(StoredModel):
 
 
 class BatchChoice(StoredModel):
-    """The chosen micro batch. Rates are sequences/s of all ranks at the declared global batch."""
+    """The chosen micro batch. Rates are sequences/s of all ranks at the configured global batch."""
 
     micro_batch: Count
     accumulation: int
@@ -103,7 +103,7 @@ def with_micro(config: Config, micro: int) -> Config:
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return the micro batches that divide the declared global batch on `ranks` ranks, ascending.
+    """Return the micro batches that divide the configured global batch on `ranks` ranks, ascending.
 
     Raise ConfigError if there is none: 1 does not divide it, or the engine rejects the configuration.
     """
@@ -152,7 +152,7 @@ Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 def run_rate(trial: BatchTrial, global_size: int) -> float:
     """Return the sequences/s of a trial, converted to the global batch.
 
-    Times that are proportional to the sequences of a step are scaled to the global batch: data wait, and
+    Times proportional to a step's number of sequences are scaled to the global batch: data wait, and
     forward and backward passes without exposed reduction. Reduction and update occur once per step.
     """
     more = global_size / trial.samples - 1

@@ -104,8 +104,8 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the first failure of a rank; bad input precedes other errors. Add its log, its consequences and
-    the ranks with the same error. None if no rank failed."""
+    """Return the first failure of any rank (bad input before other errors) with its log, its consequences and
+    the ranks with the same error; None if no rank failed."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
     # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))

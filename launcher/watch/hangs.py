@@ -219,7 +219,9 @@ class Watch:
         self._reported_s = self._clock_s
         self._hung_since_s = self._clock_s - max(s.silent_s for s in snapshots)
         end_s = self._limits.end_hung_after_s
-        action = f"ends the run in {end_s:.0f} s unless it continues" if end_s else "does not end the run"
+        action = (
+            f"ends the run in {end_s:.0f} s unless the ranks continue" if end_s else "does not end the run"
+        )
         self._write([*lines, f"  bert-dp {action}; this report is in {self._run_dir / 'hang.txt'}"])
 
     def _follow_hang(self) -> Failure | None:

@@ -49,7 +49,7 @@ def test_the_length_of_a_run_includes_the_tokens_if_their_number_is_known() -> N
         ("30 steps = 7,680 tokens", "schedule.steps=30"),
         ("30 steps;", "schedule.steps=30 batch.ramp_fraction=0.5 batch.ramp_quantum=8"),
         ("31 steps = 7,681 tokens", "schedule.tokens=7681 batch.ramp_fraction=0"),
-        ("5 $ at 2 $ per device hour;", "schedule.dollars=5 run.price_per_device_hour=2"),
+        ("$5 at $2 per device hour;", "schedule.dollars=5 run.price_per_device_hour=2"),
         ("5 kWh;", "schedule.kwh=5"),
         ("30 steps;", "objective.name=finetune data.path=/x finetune.labels=[a,b] schedule.steps=30"),
     ):
