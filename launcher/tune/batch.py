@@ -343,7 +343,7 @@ class BatchSearch:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return {micro batch: sequences/s of each run at the configured global batch}, without failed sizes."""
+        """Return micro batch -> sequences/s of each run at the configured global batch. Omit failed sizes."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes
