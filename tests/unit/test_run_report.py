@@ -102,7 +102,7 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
 def test_a_finetuned_run_has_its_own_loss_unit(tmp_path: Path) -> None:
     report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"}, compiled=True)
     assert rows_of(report)["Work", "parameters"] == ["1.23 M | precision fp32, compiled"]
-    assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
+    assert figure_of(report, "Loss").y.label == "loss per example (squared error)"
     assert not [section for section in report.sections if section.title == "Classes"], "no predictions"
 
 
