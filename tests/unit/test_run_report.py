@@ -191,6 +191,8 @@ def test_every_ending_has_a_report_and_a_next_command(tmp_path: Path, ending: st
     logged = {"last training loss", "tokens", "tokens per device", "optimizer steps", "samples"}
     assert not unknown & {*logged, "peak memory", "checkpoint"}
     assert not any(tile.cells[0].text == "n/a" for tile in report.tiles) or ending == "failed early"
+    from_log = "last logged interval" in shown_rows["Throughput", "tokens"][0]
+    assert from_log == (ending in ("rank killed", "killed"))
     if ending == "rank killed":
         assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
         (run / "metrics.jsonl").write_text("")  # before the first logged step
