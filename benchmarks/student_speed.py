@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import records
 from benchmarks.turns import aligned, orders, ratios, spread, with_range
-from bert_dp.config import find_config, load_config
+from bert_dp.config import ConfigError, find_config, load_config
 from bert_dp.config.manifest import read_examples
 from bert_dp.evaluation.prediction import Compute, on_device, open_predictor, padded
 from bert_dp.examples.table import Examples
@@ -43,16 +43,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     o = parser.parse_args()
-    torch.set_num_threads(o.threads)
-    student = open_predictor(o.student, "fp32")
+    sizes = [int(size) for size in o.batches.split(",") if size.isdecimal()]
+    if len(sizes) <= o.batches.count(",") or min(sizes) < 1:
+        parser.error(f"--batches {o.batches}: not a list of positive whole numbers")
+    try:
+        student = open_predictor(o.student, "fp32")
+    except ConfigError as error:
+        parser.error(str(error))
     if student.finetune is None:
         parser.error(f"{o.student} is not a run of distill or finetune")
+    torch.set_num_threads(o.threads)
     config = load_config(find_config(o.large))
     large = initialize(Classifier(config.model, config.data.sequence_length, student.finetune), 0).eval()
     computes = {"student": student.compute, "large": on_device(large, torch.device("cpu"), "fp32")}
     rows = held_out_rows(o.student)
     points = {}
-    for size in map(int, o.batches.split(",")):
+    for size in sizes:
         points[size] = measure(computes, batches_of(rows, size), o.rounds)
         ratio = points[size]["ratio"]
         print(f"batch {size}: {with_range(ratio, 1)} times", file=sys.stderr)

@@ -51,6 +51,8 @@ def record_of(tmp_path: Path, script: str, options: str, *more: str) -> tuple[di
         ("step_speed", "--variants ours:eager:fp8", "unknown variant 'ours:eager:fp8'"),
         ("step_speed", "--variants ours:eager,cramming:eager", "cramming:eager needs --cramming"),
         ("export_speed", "--lengths 256", "--lengths 256: crammed-rope takes at most 128"),
+        ("student_speed", "no-run", "no-run: does not exist"),
+        ("student_speed", "no-run --batches 0", "--batches 0: not a list of positive"),
         ("export_speed", "--threads 9999", "--threads 9999: this process has"),
     ],
 )
