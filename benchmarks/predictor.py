@@ -6,8 +6,8 @@ Each series is calibrated only on its row with the fewest GPUs, the base row, wh
 batch. Links, memory and all constants come from launcher/plan/hardware.yaml. Every other row is predicted.
 Prints the error of the efficiency in points, by tier and source, with and without the rows that communication
 cannot explain (published_rows.DO_NOT_FIT); the rows with large errors; and the error of predicting efficiency
-1 everywhere. --sensitivity varies device_spread and overlap_gain. --leave-one-out chooses both for each source
-from all other sources.
+1 everywhere. --sensitivity varies device_spread and overlap_gain. --leave-one-out chooses both for each
+source from all other sources.
 """
 
 import argparse
