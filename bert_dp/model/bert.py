@@ -120,7 +120,7 @@ class Embeddings(nn.Module):
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
-        """Return the residual stream, in bf16 if `residual_dtype` is bf16 and autocast uses bf16. `x_BSH`:
+        """Return the blocks' input, in bf16 if `residual_dtype` is bf16 and autocast uses bf16. `x_BSH`:
         token embeddings. `types_BS`: token types; None = all 0."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
@@ -318,8 +318,8 @@ class Encoder(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. It also
-    applies `final_norm`, the encoder's, first: to predicted positions only and in the same graph."""
+    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. Before
+    these, it applies the encoder's `final_norm`, in the same graph and to the predicted positions only."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
@@ -358,8 +358,8 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the blocks, the embeddings and the head. All blocks share one graph. DDP still receives
-        gradients block by block, so it can overlap their reduction with the backward pass."""
+        """Return the blocks, the embeddings and the head. As separate parts, all blocks share one graph, and
+        DDP receives gradients block by block, so it can overlap reductions with the backward pass."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from bert_dp.model.classifier import HEAD_SITE
 from bert_dp.model.interface import Model
 from bert_dp.model.kernels import KeyedDropout, fold_in
 
-EMBEDDING_BOUND = 0.25  # with it, the variance is similar to word2vec's (arXiv 1408.5882)
+EMBEDDING_BOUND = 0.25  # bound for a variance similar to word2vec's (arXiv 1408.5882)
 
 
 class BiLstm(Model):
@@ -66,7 +66,7 @@ class BiLstm(Model):
 
 def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
     """Build the model on the CPU and draw its weights from uniform distributions: embeddings within
-    EMBEDDING_BOUND, other weights within torch's default bounds. They depend only on the arguments."""
+    EMBEDDING_BOUND, others within torch's default bounds. The weights depend only on the arguments."""
     model = BiLstm(config, finetune)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

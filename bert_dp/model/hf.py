@@ -1,7 +1,7 @@
 """Map tensor names of transformers to bert-dp's, and load initial weights from files of transformers.
 
-ModernBERT has the same names as bert-dp. BERT, RoBERTa and RobertaPreLayerNorm have equal names, except for
-their prefix, their head and the positions of their norms. Axes: those of bert_dp.model.bert.
+ModernBERT has the same names as bert-dp. The names of BERT, RoBERTa and RobertaPreLayerNorm differ from each
+other only in the prefix, the head and the positions of the norms. Axes: those of bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping

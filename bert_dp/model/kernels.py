@@ -100,7 +100,8 @@ def add_row_gradients(
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add position by position. This is fastest on a CPU; on a GPU, one warp would add all of a row."""
+    """Add position by position, which is fastest on a CPU. On a GPU, a single warp would add all positions of
+    a row."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
@@ -131,8 +132,8 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
-    """Derive the int32 keys of a dropout site from `key`. Both arguments are broadcast. `site`: an int, or an
-    int32 tensor on the same device."""
+    """Derive the int32 keys of a dropout site from `key`. The two are broadcast together. `site`: an int, or
+    an int32 tensor on the same device."""
     if isinstance(site, int):  # filled on the device, because copying a number would block the host
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))

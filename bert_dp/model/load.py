@@ -111,8 +111,8 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. This function is not in torch, because Dynamo skips
-    torch's frames and everything they call. It is bound to a block, so that all blocks share one graph."""
+    """Run a block, and recompute it in the backward pass. The function is outside torch, because Dynamo
+    skips torch's frames and all calls in them. As a method of a block, it lets all blocks share a graph."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 

@@ -106,7 +106,8 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of matrices of equal shape, in lists of at most BATCH_ELEMENTS elements or one matrix."""
+    """Yield lists of indices of equally shaped matrices. The matrices of a list have at most BATCH_ELEMENTS
+    elements in total, unless the list has only one."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)

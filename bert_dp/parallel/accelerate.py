@@ -39,7 +39,7 @@ class Engine:
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",
-            device_placement=False,  # the model is on its device already; a move would replace parameters
+            device_placement=False,  # the model is on its device; a move would rebuild the parameter groups
             mixed_precision="no",
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # overrides the environment

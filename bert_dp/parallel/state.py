@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bert_dp.parallel import State
 
 Convert = Callable[[str, Tensor], Tensor]
-"""Function (parameter name, tensor) -> tensor that unshards a tensor, or that returns the rank's shard."""
+"""Function (parameter name, tensor) -> tensor that unshards the tensor or returns this rank's shard."""
 
 
 def identity(name: str, tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ Group = dist.ProcessGroup | None
 
 
 class TensorParallel:
-    """Tensor parallelism over the ranks of `grid.tp_group`. Changes nothing if there is only one."""
+    """Tensor parallelism over the ranks of `grid.tp_group`. With a single rank, it does nothing."""
 
     def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size

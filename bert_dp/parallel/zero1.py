@@ -1,7 +1,7 @@
 """Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, but only the optimizer state of the
 tensors that it owns.
 
-A tensor's gradient is reduced to its owner, which broadcasts the new weights. Together, both send as many
+A tensor's gradient is reduced to its owner, which broadcasts the new weights. The two operations send as many
 bytes as one all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) are exact.
 """
 
@@ -73,7 +73,7 @@ class Engine:
         return model, self._optimizer
 
     def _make_buckets(self) -> list[Bucket]:
-        """Create the buckets, in the order in which backward completes them, which all ranks share."""
+        """Create the buckets in the order in which backward completes them. All ranks use the same order."""
         open_buckets: dict[int, list[str]] = {}
         closed: list[list[str]] = []
         for name in reversed(self._parameters):

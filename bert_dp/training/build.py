@@ -48,7 +48,8 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     """Load the checkpoint that rank 0 chooses to resume from; return None to start a new run. `policy`:
     "auto" (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
-    ConfigError if all checkpoints are damaged, or if the data or a fixed setting has changed. Collective."""
+    ConfigError if all checkpoints are damaged, or if the data or a setting that must not change differs.
+    Collective."""
     if policy == "never":
         return None
 

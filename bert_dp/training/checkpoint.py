@@ -55,7 +55,7 @@ class TrainState:
     """Skipped steps up to the last log line or save. The meter has the current count, on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """Logged losses with which the next one is compared."""
+    """Previous logged losses, with which the next one is compared."""
     lr: float = 0.0
     """Learning rate of the last step."""
     global_batch: int = 0
@@ -186,7 +186,7 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 
 def check(path: Path) -> str | None:
-    """Compare a checkpoint's files with the sizes and hashes in its manifest; return the first problem."""
+    """Compare a checkpoint's files with its manifest's sizes and hashes; return the first problem or None."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:

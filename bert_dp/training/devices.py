@@ -91,8 +91,8 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank,
-    because a rank may not see the other ranks' GPUs; () = there is only this rank."""
+    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank.
+    They are needed because a rank may not see the other ranks' GPUs. () = there is only this rank."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
         ranks = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
@@ -124,7 +124,7 @@ def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
     """Return OMP_NUM_THREADS; None if it is unset, not a positive number, or the 1 that torchrun sets."""
-    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has one per nested level
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
     if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
         return None
     return int(first) or None if first.isdecimal() else None

@@ -135,7 +135,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. `group_of_one`: even a single rank joins a group, for its engine."""
+    None = call `rendezvous`. `group_of_one`: let a single rank join a group, which its engine needs."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -181,7 +181,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Request to stop because of a signal, after a checkpoint, or of a failure, which takes precedence."""
+    """Request to stop the run. After a signal, a checkpoint is saved first. A failure takes precedence."""
 
     signal: int = 0
     failed: bool = False
@@ -229,8 +229,8 @@ class SharedClock:
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds for a checkpoint. Without `spending`, they are at least those of the
-        last exchange, which may have predicted a longer step. Otherwise a resume would lose progress."""
+        """Return the elapsed seconds for a checkpoint; without `spending`, at least those that the last
+        exchange returned. It may have predicted a longer step, and a resumed run must not lose progress."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:

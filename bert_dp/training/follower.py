@@ -39,7 +39,7 @@ class Follower:
         for stale in (*logs.glob("rank-*.error.json"), self._run_dir / "summary.json"):
             stale.unlink(missing_ok=True)
         files.write_text(self._run_dir / "config.yaml", dump_config(config))
-        # the child inherits this mask: a batch system sends the signals to all processes of a job
+        # block the signals that a batch system sends to all processes of a job; the child inherits the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, files.STOP_SIGNALS)
         cores = os.sched_getaffinity(0)
         try:

@@ -300,8 +300,9 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
-    """Return the reason to stop if too many consecutive steps up to `step`, which has learning rate `lr`, had
-    a gradient that is not finite, else None. Called once per log line: counting them needs a sync."""
+    """Return the reason to stop if too many consecutive steps were skipped because the gradient was not
+    finite, else None. `step`: the last of them; `lr`: its learning rate. Called once per log line, because
+    reading `in_a_row` from the device needs a sync."""
     most = config.run.max_skipped_in_a_row
     if in_a_row < most + (FP16_SKIPS if precision == "fp16" else 0):
         return None

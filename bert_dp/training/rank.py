@@ -1,7 +1,7 @@
 """Run one rank: `python -m bert_dp.worker RUN/config.yaml`.
 
-torchrun, accelerate launch, deepspeed, srun and mpirun start this command. `bert-dp train` uses the first
-three of them.
+torchrun, accelerate launch, deepspeed, srun or mpirun starts this command. `bert-dp train` uses one of the
+first three.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
     parser.add_argument("--run-dir", type=Path, help="run directory; default: the directory of config")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run the code in task and optim.name")
+    parser.add_argument("--allow-code", action="store_true", help="run the files in task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 = 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
