@@ -1,1 +1,1 @@
-"""Define the command line: one function per verb, with the options as parameters. `app` registers them."""
+"""Define the command line: one function per verb, whose parameters are the options. `app` registers verbs."""
