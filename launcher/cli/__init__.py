@@ -1,1 +1,1 @@
-"""Define the command line: one function per verb, whose parameters are the options. `app` registers verbs."""
+"""Define the verbs as functions whose parameters are the command line's options. `app` registers them."""

@@ -44,9 +44,7 @@ def eval_glue(
 
 def eval_mlm(
     run: opt.Run,
-    texts: Annotated[
-        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Further runs, to compare, precede them.")
-    ],
+    texts: Annotated[list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs to compare come first.")],
     documents: Annotated[str, Option(help="Document separator in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
@@ -107,7 +105,7 @@ def export_onnx(
     encoder: opt.WithoutHead = False,
     int8: Annotated[bool, Option("--int8", help="Apply dynamic int8 quantization.")] = False,
 ) -> int:
-    """Export a run to model.onnx, which accepts any batch size and any length up to the run's."""
+    """Export a run to model.onnx, for any batch size and any sequence length up to the run's."""
     return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
 
 

@@ -31,7 +31,7 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse a list such as `1,2,4`, or a range such as `1..6`: powers of 2 times its start, and its end."""
+    """Parse a list such as `1,2,4` or a range; the range `1..6` means 1, 2, 4, 6."""
     problem = f"{text!r} is not a list (1,2,4) or range (1..1024) of numbers up to {MAX_GPUS:,}"
     if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
         raise BadParameter(problem)
@@ -167,7 +167,7 @@ Precision = Annotated[
     Option(help="fp32: no autocast; bf16: autocast; auto: bf16 if the GPU supports it, else fp32."),
 ]
 Out = Annotated[
-    Path | None, Option(help="New directory, or one to resume; default: new in scaling/, tune/ or eval/.")
+    Path | None, Option(help="Output directory, new or to resume; default: new, in scaling/, tune/ or eval/.")
 ]
 ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]

@@ -24,7 +24,7 @@ def plan(
     ] = None,
     gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Number of devices on one node.")] = 1,
     config: Annotated[
-        str, Option(help="Source of the tokenizer, data, batch, optimizer and kind of model.")
+        str, Option(help="Configuration with the tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
     frontier: Annotated[Path | None, Option(help="frontier.json from `bert-dp plan fit`.")] = None,
     from_: Annotated[
@@ -99,9 +99,9 @@ def plan_scaling(
     seq_per_s: Annotated[
         float | None, Option(min=1e-3, help="Sequences/s measured on one GPU, instead of --from.")
     ] = None,
-    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch that gave --seq-per-s.")] = None,
     gpu: Annotated[
-        str | None, Option(help="GPU of --seq-per-s, such as A100-80G; determines the optimizer's time.")
+        str | None, Option(help="GPU that gave --seq-per-s (A100-80G, ...), for the optimizer's time.")
     ] = None,
     link: Annotated[
         str | None, Option(help="Link within a node: nvlink4, pcie4, ...; default: as measured.")

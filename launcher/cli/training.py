@@ -54,8 +54,8 @@ def train(
 ) -> int:
     """Pretrain a model.
 
-    By default, training takes two minutes and uses the built-in text. Under Slurm, Kubeflow or
-    SkyPilot, --nnodes, --node-rank and --rendezvous default to the values in their environment variables.
+    By default, training takes two minutes and uses the built-in text. Under Slurm, Kubeflow or SkyPilot,
+    --nnodes, --node-rank and --rendezvous default to the values in their environment variables.
     """
     from launcher import job
     from launcher.run import train
@@ -186,15 +186,15 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL file with text, text_pair (of pairs) and any model's logits."),
+        Option(metavar="FILE", help="JSONL file with text, text_pair (for pairs) and logits of any model."),
     ] = None,
     copies: Annotated[
         int | None,
-        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20, for pairs 10."),
+        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20 (pairs: 10)."),
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
-        Option(help="Replacement words: of the same part of speech (pos), from a language model (mlm)."),
+        Option(help="Replacement words: same part of speech (pos), language model (mlm), or none."),
     ] = "pos",
     embeddings: Annotated[
         str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: word vectors.")

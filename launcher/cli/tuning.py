@@ -97,7 +97,7 @@ def tune_lr(
         float | None, Option(min=1, help="Tokens of a whole run; default: as configured.")
     ] = None,
     budget: Annotated[
-        float | None, opt.parsed(opt.seconds, "TIME", "Shorten the runs so that all fit in: 90s, 30m, 2h.")
+        float | None, opt.parsed(opt.seconds, "TIME", "Total time; runs are shortened to fit: 90s, 30m, 2h.")
     ] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,

@@ -103,7 +103,8 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
 def transfer_options(
     logits: str | None, copies: int | None, replace: str, teacher: Pretrained, seed: int
 ) -> list[str]:
-    """Return bert_dp.examples.prepare's options. Raise ConfigError if they conflict or a run is missing."""
+    """Return the options with which bert_dp.examples.prepare makes the transfer set. Raise ConfigError if
+    options conflict or the model that replaces words is missing."""
     if logits is not None:
         if copies is not None:
             message = "the transfer set is exactly the texts of --teacher-logits"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def export(
     form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
-    """Export a run to the new directory `out` and print a summary. Raise ConfigError if RUN is unusable."""
+    """Export a run to the new directory `out` and print a summary. Raise ConfigError if `run` is unusable."""
     os.environ |= kernel_caches()  # otherwise torch stores kernels in a temporary directory
     from bert_dp.exporting import source as write
     from bert_dp.measure.matmul_peak import use_all_cores

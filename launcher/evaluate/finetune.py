@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job and run directory of each seed. With several seeds, `run_dir` contains them."""
+    """Return the job and run directory of each seed. Several seeds have directories in `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -181,7 +181,7 @@ def configuration(
 
 
 def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str, Any]:
-    """Return the settings that prepared examples determine (None = not yet prepared)."""
+    """Return the settings that prepared examples determine. Both are None before they are prepared."""
     task = {} if manifest is None else {name: getattr(manifest, name) for name in TASK}
     return {"data": {"path": str(path or "not-prepared")}, "finetune": task}
 
@@ -199,7 +199,7 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
 
     Keep the configured size if the share is not an integer. Examples are short, so the share fits on a GPU.
     On a CPU, also keep the configured size if it divides the share. A micro batch is padded to its longest
-    example and examples are sorted by length, so smaller ones are padded less (benchmarks/RESULTS.md).
+    example and examples are sorted by length, so a smaller one is padded less (benchmarks/RESULTS.md).
     """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})

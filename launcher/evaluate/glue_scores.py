@@ -166,7 +166,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of the nine medians, or None if one is missing, and the tasks that lack scores."""
+    """Return the mean of the nine medians (None if one is missing) and the tasks that lack scores."""
     medians: list[float] = []
     lacking = []
     for name in AVERAGED:

@@ -42,7 +42,7 @@ TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # a search limited by memory is repeated if the limit has grown by more
+MAX_MEMORY_RATIO = 1.1  # a search limited by memory is repeated if the limit has grown by a larger factor
 GUARD_GIB = 1.0  # address space that a rank reserves without using it; added to the limit of the rank
 
 
@@ -172,7 +172,7 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
 
 
 class BatchSearch:
-    """Search for the micro batch. `result` can be called at any time, also after the search was stopped.
+    """Search for the micro batch. `result` can be called at any time, even after the search was stopped.
 
     Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
@@ -534,7 +534,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # excludes a single micro batch per step
+        "log": {"noise_scale"},  # rules out some sizes
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)

@@ -1,4 +1,4 @@
-"""`bert-dp tune lr`: choose the learning rate by runs with complete schedules, first short, then whole."""
+"""`bert-dp tune lr`: choose the learning rate by short and then whole runs, all with a complete schedule."""
 
 import dataclasses
 import datetime
@@ -23,7 +23,8 @@ SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the fewes
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""(job, ranks) -> (predicted tokens/s of a trial, f), or None. The 95 % interval is tokens/s / f to x f."""
+"""(job, ranks) -> (predicted tokens/s of a trial, f), or None if unknown. The 95 % interval extends from the
+prediction divided by f to the prediction times f."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,7 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return issues that prevent a search on this data. Its size determines a budget in epochs."""
+    """Return issues that prevent a search on this data, whose size determines the tokens of an epoch."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -175,7 +176,7 @@ def measure(
 
 
 class LrSearch:
-    """Search for the learning rate. `range_test` and `rungs` contain all measurements, also after a stop.
+    """Search for the learning rate. `range_test` and `rungs` contain all measurements, even after a stop.
 
     Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
@@ -336,12 +337,12 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run; None unless its budget is in steps or tokens. A batch ramp is
-    included."""
+    """Return the tokens of the configured run, including a batch ramp. Return None unless its budget is
+    in steps or tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
-    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the full batch
+    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the batch has its full size
     samples = sum(batch_at(batch, step / steps) for step in range(ramped))
     return (samples + (steps - ramped) * batch.global_size) * config.data.sequence_length
 
@@ -375,7 +376,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration with prepared data, so that seeds share a held-out set, and no checkpoints."""
+    """Return a configuration without checkpoints. Its data is prepared, so seeds share the held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},

@@ -13,8 +13,9 @@ from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
 SMOOTHING = 5  # number of consecutive range-test losses that are averaged
-RISE_SHARE = 0.1  # minimum rise of the loss at divergence / its fall until then
-RISE_SIGMAS = 8.0  # minimum rise / standard deviation of a mean loss; the lowest of 100 is 2.5 below
+RISE_SHARE = 0.1  # at divergence, the loss rises by more than this share of its earlier fall
+# by chance alone, the lowest of 100 values lies 2.5 standard deviations below their mean
+RISE_SIGMAS = 8.0  # at divergence, the loss also rises by more than this many standard deviations of noise
 EDGE_RATIO = 4.0  # divergence edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
@@ -93,8 +94,9 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    lead: float | None  # mean loss of the next best rate - that of `lr`, over common seeds; null: one rate
-    edge_side: Side | None  # side of `lr` on which no rate was measured; null: neither
+    # nats by which the loss of the next best rate is higher, mean over common seeds; null: no other rate
+    lead: float | None
+    edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
     tied: list[float]  # rates that are not significantly worse
 
 
@@ -127,7 +129,7 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
     - The loss is not finite.
     - A step is skipped. The first steps do not count, because fp16's loss scale may still be falling.
     - The mean of SMOOTHING losses rises above its minimum by more than RISE_SHARE of its fall to that minimum
-      and more than RISE_SIGMAS of its standard deviations (from differences of consecutive losses).
+      and by more than RISE_SIGMAS standard deviations, estimated from differences of consecutive losses.
     """
     losses: list[float] = []
     smoothed: list[float] = []
@@ -168,7 +170,7 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
     """Mark trials as diverged if their loss exceeds the unigram entropy, but that of a lower rate does not.
 
-    Without such a lower rate, the trials are not marked: they may only be too short to learn.
+    If no lower rate ends below the entropy, no trial is marked: all may just be too short to learn.
     """
     if unigram is None:
         return list(trials)
@@ -221,7 +223,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     below = max((lr for lr in tried if lr < order[0]), default=order[0])
     if neighbours := [lr for lr in (above, below) if lr not in last.rates]:
         return [(neighbours[0], seeds[0])]
-    start = {lr: last.scores(lr)[0] for lr in order}  # the same seed for all rates, because seeds differ
+    start = {lr: last.scores(lr)[0] for lr in order}  # compare the first seed of every rate
     close = [
         lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
     ]

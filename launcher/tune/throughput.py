@@ -16,7 +16,7 @@ from launcher.stats import student
 from launcher.tune import with_settings
 
 MIN_SHARE_OF_BEST = 0.97  # a smaller micro batch is preferred if it has this share of the best throughput
-MEMORY_SHARE = 0.9  # share of a rank's memory limit that a size is expected to use at most
+MEMORY_SHARE = 0.9  # a size may be predicted to use at most this share of a rank's memory limit
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
 MAX_ROUNDS = 6

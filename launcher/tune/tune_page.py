@@ -101,7 +101,8 @@ def _noise(tune: TuneBatch) -> Verdict:
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = formats.format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"Measured over {format_count(noise.steps)} steps from {weights}; it grows during training.",
+        f"Measured over {format_count(noise.steps)} steps from {weights}. "
+        "The noise scale grows during training.",
         f"In the global batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
         "a sequence in a very small batch.",
     ]
@@ -130,7 +131,7 @@ def throughput_figure(tune: TuneBatch) -> Figure:
 
 
 def memory_figure(tune: TuneBatch) -> Figure:
-    """Plot the measured memory peaks, the line through the two largest sizes, and the memory they may use."""
+    """Plot the memory peaks, the line through the two largest sizes, and the memory that a size may use."""
     line, limit, trials = tune.memory_line, tune.memory_limit_gib, [*tune.memory_trials, *tune.trials]
     peaks = {(trial.micro_batch, trial.peak_gib) for trial in trials if trial.peak_gib is not None}
     traces = [_marks("measured, highest of all ranks", sorted(peaks), 1)]
