@@ -34,7 +34,7 @@ def plan(
     tokens_per_parameter: Annotated[
         float | None, Option(min=0.1, max=1e6, help="Training tokens per parameter, instead of --frontier.")
     ] = None,
-    keep_model: Annotated[bool, Option("--keep-model", help="Keep the size of --config's model.")] = False,
+    keep_model: Annotated[bool, Option("--keep-model", help="Keep the model of --config as it is.")] = False,
     tokens_available: Annotated[
         float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute the epochs.")
     ] = None,

@@ -71,8 +71,9 @@ def load(
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
-    """Return the configuration of a student before the data is known: a BiLSTM, a pretrained run with its
-    weights, or the model of a configuration with random weights. Raise ConfigError if it is invalid."""
+    """Return the levels of a student's configuration before the data is known. The student is a BiLSTM, a
+    pretrained run with its weights, or the model of a configuration with random weights. Raise ConfigError
+    if it is invalid."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
