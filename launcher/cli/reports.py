@@ -88,7 +88,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     if len(run_dirs) == 1:
         return pages[kind](first / kind)
     if kind != evaluate.FILE:
-        raise ConfigError([Issue("RUN_DIRS", "conflict", f"pass a single directory with {kind}")])
+        raise ConfigError([Issue("RUN_DIRS", "conflict", f"pass one directory with {kind}, not several")])
     return compare_report(run_dirs)
 
 
