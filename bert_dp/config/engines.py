@@ -17,7 +17,7 @@ class EngineFacts:
     """Properties of an engine; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """State that is sharded over the replicas; with `stages`, only the first `parallel.zero_stage` items."""
+    """State that is sharded over the replicas; if `stages` is true, only the first `zero_stage` items."""
     stages: bool = False
     """True if `parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class EngineFacts:
     benchmarked: bool = True
     """`scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """Functions that only wait for a collective: (end of the file's path, function) -> collective."""
+    """(end of a file's path, function that only waits for a collective) -> name of the collective."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -115,9 +115,9 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data that an update needs in addition to the elements of its shard."""
+    """Data that an update needs in addition to the parameters of its own shard."""
     matrix_moments: int = 2
-    """Optimizer state values per element of a matrix in a block; every other element has 2."""
+    """State values per parameter in the matrices of blocks. Every other parameter has 2 state values."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
