@@ -131,7 +131,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
 # constants of CPU ranks, from the peak resident set of short runs of quickstart and small-text (micro batch
 # sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # (heap fragmentation (glibc) + scratch memory of kernels) / memory of one micro batch
+HEAP_SHARE = 0.5  # (glibc heap fragmentation + scratch memory of kernels) / memory of one micro batch
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
@@ -199,7 +199,7 @@ ITERATIONS = 40  # limit of Newton's method; about ten suffice
 
 @functools.cache
 def student(degrees: int, level: float = 0.95) -> float:
-    """Return the quantile t of Student's t with `degrees` degrees of freedom: P(|T| <= t) = level.
+    """Return the t of Student's distribution with P(|T| <= t) = level, for `degrees` degrees of freedom.
 
     With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
     Gauss-Legendre integral is concave in theta, so Newton's method converges monotonically from 0.

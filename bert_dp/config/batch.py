@@ -37,9 +37,8 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Return the batch sizes on `world_size` ranks, including the gradient accumulation. Raises ConfigError
-    if settings conflict or the global batch is not a multiple of micro_size x dp; hints name the nearest
-    sizes."""
+    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict or if the global
+    batch is not a multiple of micro_size x dp; the hint then names the nearest sizes."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -98,7 +97,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the number of sequences in the step that starts at `progress`, with the batch ramp applied."""
+    """Return the number of sequences in the step that starts at the budget share `progress`."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -113,8 +112,8 @@ class PeakLr(NamedTuple):
 
 def peak_lr(config: Config) -> PeakLr:
     """Return the peak learning rate of a run and the equation that gives it. `lr: auto` selects the untuned
-    LAMB rule. `lr_scaling: sqrt` is the rule for Adam, LAMB and Muon, whose update noise per sample it keeps
-    constant (arXiv 2205.10287); `linear` is the rule for plain SGD (arXiv 1706.02677)."""
+    LAMB rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon: it keeps their
+    update noise per sample constant. `linear` is the rule for plain SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

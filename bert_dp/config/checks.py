@@ -16,8 +16,7 @@ from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import Config, FinetuneConfig, ModelConfig, OnlyWith, divisors, nearest_divisors
 
 Kind = Literal["mlm", "classifier", "encoder"]
-"""Kind of exported model: mlm = with the masked-token head; classifier = with the classification head;
-encoder = without a head."""
+"""Kind of exported model. mlm and classifier include their head; encoder has no head."""
 BF16_UNITS = ("amx_bf16", "avx512_bf16")  # names of CPU flags in /proc/cpuinfo
 
 
@@ -78,7 +77,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
 
 def rank_sets(config: Config, world_size: int) -> dict[str, int]:
     """Return {setting: number of consecutive ranks that must share a node}. These ranks communicate in every
-    layer, because they share a replica or the shards of its weights."""
+    layer, because each of them has a part of the same weights."""
     parallel = config.parallel
     sets = {"parallel.tensor": parallel.tensor}
     if "fsdp_replicas" in engine_facts(parallel.engine).settings and parallel.fsdp_replicas > 1:
@@ -96,7 +95,7 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
             if len(over) > 1:
                 ranks = ", ".join(map(str, range(first, first + size)))
                 hosts = ", ".join(node.partition("/")[0] for node in over)
-                message = f"{size} consecutive ranks must share a node, but ranks {ranks} are on {hosts}"
+                message = f"each {size} consecutive ranks must share a node, but ranks {ranks} are on {hosts}"
                 hint = f"start a multiple of {size} ranks on each node, numbered consecutively"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
@@ -137,7 +136,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     count, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and count < 1 + (kind == "single_label"):
         hint = "list the labels, or use `bert-dp finetune`, which reads them from the data"
-        yield Issue("finetune.labels", "missing", f"{kind} needs more than {count} labels", count, hint=hint)
+        yield Issue("finetune.labels", "missing", f"{count} labels are too few for {kind}", count, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
         yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
@@ -146,7 +145,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     except ConfigError as error:
         yield from error.issues
     for path, reason, hint in (
-        ("batch.ramp_fraction", "examples are sorted by length in global batches of constant size", "use 0"),
+        ("batch.ramp_fraction", "global batches of examples have a constant size", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
@@ -212,7 +211,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that differ from a saved configuration but must not change when its run resumes."""
     free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
-        Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
+        Issue(key, "conflict", f"{after!r}, but the run has {before!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
         if key not in free and key.partition(".")[0] not in free
     ]
@@ -251,7 +250,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to {"key.key": value}."""
+    """Flatten nested mappings to one mapping with keys such as `a.b`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{above}{key}"
@@ -278,8 +277,7 @@ _USE_ONNX = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the transformers architecture with the same position embeddings and norms as the model, or
-    None."""
+    """Return the transformers architecture with the positions and norms of the model, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
@@ -342,9 +340,9 @@ def export_formats(config: Config) -> str:
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Return the precision that `setting` selects. auto keeps the precision of a checkpoint, `kept`. Without
-    a checkpoint, auto selects bf16 if all `engines` and all devices (`has_bf16`: bf16 matrix products)
-    support it, else fp16 on a GPU and fp32 on a CPU."""
+    """Return the precision that `setting` selects. auto keeps `kept`, the precision of a checkpoint. Without
+    one, it selects bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs and fp32 on
+    CPUs."""
     if setting != "auto":
         return setting
     if kept is not None:

@@ -55,8 +55,7 @@ class Issue:
         return f"{line}; {self.hint}" if self.hint else line
 
     def within(self, outer: str) -> Self:
-        """Return the issue as a problem of `outer`, which contains the setting; the message names the
-        setting."""
+        """Return the issue with the setting `outer`, and with its own setting at the start of the message."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
 
@@ -92,8 +91,8 @@ def require(module: str, extra: str, what: str) -> Any:
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs the requirements of an extra in pyproject.toml, such as `pip install
-    'rensa>=0.5'`. Without an installed bert-dp, it installs the package with the name of the extra."""
+    """Return a command that installs the requirements of an extra, such as `pip install 'rensa>=0.5'`. If
+    bert-dp itself is not installed, the command installs the package with the name of the extra."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
@@ -126,7 +125,7 @@ def problem_lines(error: ValidationError) -> list[str]:
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
     """Convert an error from reading a file (OSError, ValueError, RecursionError) to ConfigError. `setting`:
-    setting of the issue. `what`: the file, or a part of the file, if `setting` does not name it."""
+    option or file. `what`: the file, or a part of the file, if `setting` does not name it."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:
@@ -147,11 +146,11 @@ def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file of at most `most_bytes`. Raises OSError if the file is larger, if the path is
-    invalid, or if it is a pipe or a device, which may never end."""
+    """Read a regular file of at most `most_bytes`. Raises OSError if the path is invalid, or if the file is
+    larger, a pipe or a device; pipes and devices may be endless."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    except ValueError as error:  # NUL in the path, or no UTF-8
+    except ValueError as error:  # the path contains a NUL or is not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with file:
         status = os.fstat(file.fileno())

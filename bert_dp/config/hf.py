@@ -178,7 +178,7 @@ def _global_every(kinds: list[str]) -> int:
 
 
 def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
-    """Yield a message for each property in config.json that bert-dp does not support."""
+    """Yield a message for each value in config.json that bert-dp does not support."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
             yield f"{name} is {value!r:.80}, but bert-dp supports only {only}"
@@ -239,8 +239,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer from export.json, or None. The exported tokenizer may be
-    different."""
+    """Return the hash of the run's tokenizer from export.json, or None. The exported one may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -25,7 +25,7 @@ from bert_dp.config.schema import BUDGETS, CODE, Config, ModelConfig, all_settin
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
-MAX_SHOWN = 200  # maximum characters of a value in a message
+MAX_SHOWN = 200  # maximum number of characters of a value in a message
 _SYNONYMS = """
 learning_rate max_lr peak_lr base_lr: optim.lr
 optimizer: optim.name
@@ -85,7 +85,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # of a run
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # from a run
     return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
@@ -113,8 +113,7 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """Return the path of the file `name`, relative to `folder`, or else of the shipped configuration `name`.
-    Raises ConfigError."""
+    """Return the path of file `name` in `folder`, or else of a shipped configuration. Raises ConfigError."""
     if not name:
         hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
@@ -181,7 +180,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted `key`, and the last part of the key. Create missing sections. Raises
+    """Return the section of a dotted `key`, created if missing, and the key's last part. Raises
     ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > 16:  # no setting has more than three
@@ -240,8 +239,7 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML loader with the scalars of YAML 1.2. It rejects duplicate keys and, because their expansion is
-    unlimited, aliases."""
+    """Loader for YAML 1.2 scalars that rejects duplicate keys and aliases, which may expand without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):

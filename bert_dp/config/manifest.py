@@ -17,7 +17,7 @@ TOKEN_BYTES = 2
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
-WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # limits of SourceFile.loss: a warning and an error
+WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # SourceFile.loss above which a source causes a warning or an error
 ANY_LANGUAGE = (
     "for text in any language, set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
     "data.build.max_tokens_per_char=0"
@@ -65,7 +65,7 @@ class SourceFile(StoredModel):
     sha256: str
     documents: Count
     letters: Count
-    """Characters of Unicode category L in all documents, including documents that were dropped."""
+    """Number of characters of Unicode category L in all documents, including dropped documents."""
     lost_letters: Count
     """Letters that the normalizer drops or that are part of an unknown token."""
     tokens: Count
@@ -172,8 +172,7 @@ class Manifest(HashedFile):
         return issues
 
     def with_build(self, config: Config) -> Config:
-        """Return the configuration with data.build replaced by the settings with which the shards were
-        built."""
+        """Return the configuration with data.build replaced by the build settings of the shards."""
         build = BuildConfig(**{name: getattr(self.build, name) for name in BuildConfig.model_fields})
         return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
 
@@ -262,7 +261,7 @@ def format_of(model: type[HashedFile]) -> list[Any]:
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with format, version and hash added, as in the files that `model` describes."""
+    """Return `content` with the keys format, version and hash of the files that `model` describes."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -288,22 +287,22 @@ class ExampleSplit(StoredModel):
     examples: int = Field(ge=1, lt=2**63)
     tokens: Count
     truncated: Count
-    """Examples longer than the sequence length."""
+    """Number of examples that were truncated to the sequence length."""
     has_labels: bool
     in_train: Count | None
-    """Examples whose texts also occur in train, ignoring case and white space; null for train itself."""
+    """Number of examples whose texts also occur in train, ignoring case and white space; null for train."""
     baseline: dict[Metric, float | None] | None
     """Metrics of always predicting train's most frequent label or mean score. null for train itself and for
     splits without labels; a metric is null if it is undefined for a constant."""
     left_out: Count
-    """Invalid rows of the file, which were skipped."""
+    """Number of invalid rows in the file, which were skipped."""
     letters: Count
     lost_letters: Count
     """Letters that the normalizer drops or that are part of an unknown token."""
     without_tokens: Count
-    """Examples in which at least one text has no tokens."""
+    """Number of examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Augmented copies of other examples, at the end of the split. A copy has the labels of its original."""
+    """Number of augmented copies of other examples, at the end of the split. Copies keep the labels."""
 
 
 class SpecialTokens(StoredModel):
@@ -327,7 +326,7 @@ class ExamplesManifest(HashedFile):
     labels: list[str] = Field(max_length=MAX_LABELS)
     """Label names in the order of the model's outputs; empty for regression."""
     pair: bool = False
-    """Each example consists of two texts."""
+    """True if each example consists of two texts."""
     metrics: list[Metric] = Field(min_length=1)
     """Metrics to compute. Searches optimize the first one."""
     sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)

@@ -1,5 +1,4 @@
-"""Find, check, hash and load custom code, which `task` and `optim.name` specify as `FILE.py:function`.
-Torch-free."""
+"""Find, check, hash and load custom code, which settings specify as `FILE.py:function`. Torch-free."""
 
 import ast
 import importlib.util
@@ -21,8 +20,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Check that custom code is `allowed`, and that each file exists and defines its function. Execute
-    nothing."""
+    """Check, without executing it, that custom code is `allowed`, exists and defines its function."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -54,8 +52,7 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
-    """Find code files that have changed since a checkpoint was saved. `saved`: {setting: SHA-256} of the
-    checkpoint."""
+    """Find code files that differ from `saved`, the hashes in a checkpoint."""
     return [
         Issue(
             setting,

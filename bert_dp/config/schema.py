@@ -43,14 +43,14 @@ FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
 """Mark of a model setting that may differ from the weights in run.init_from."""
-METERED = ("dollars", "kwh")  # budgets counted by the run's ledger
+METERED = ("dollars", "kwh")  # budgets whose spending ledger.json records
 CLOCKED = ("hours", *METERED)  # budgets for which the number of steps is not known in advance
 BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # budgets of a schedule, of which exactly one is set
 
 
 class OnlyWith:
-    """Mark of a setting that has an effect only if the other setting `setting` has one of `values`. Without
-    `values`, it has an effect unless `setting` is null, 0 or false."""
+    """Mark of a setting that depends on another one: it has an effect only if `setting` has one of `values`.
+    Without `values`, `setting` must not be null, 0 or false."""
 
     def __init__(self, setting: str, *values: object):
         self.setting, self.values = setting, values
@@ -129,7 +129,7 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the initial weights, the sample order and the masks."""
+    """Seed of the initial weights, the sample order, the masks and dropout."""
     device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
     """auto = all GPUs of the machine, or the CPU if the machine has no GPU."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
@@ -149,13 +149,14 @@ class RunConfig(Section):
     finite. With fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress after which a hang is reported, with the stack of the rank that the others
-    wait for. The minimum is three median step times, and 300 s during set-up, compilation and saving."""
+    wait for. The limit is at least three median step times and, during set-up, compilation and saving, 300
+    s."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines. It multiplies all kWh."""
+    """Power usage effectiveness: power of the building / power of the machines; a factor in all kWh."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -176,7 +177,7 @@ class BuildConfig(Section):
     text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
     """Drop documents with at least this many tokens per character; 0 = keep all documents. null = 0.25 +
-    0.017 x + 0.0038 x^2, where x = log2(32768 / vocab_size); for 32,768 tokens, this is the recipe's 0.25."""
+    0.017 x + 0.0038 x^2, where x = log2(32768 / vocab_size): the recipe's 0.25 for a vocabulary of 32,768."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = keep one of several documents with the same tokens; near = also drop near duplicates, which are
     found by MinHash LSH (extra `dedup`)."""
@@ -190,8 +191,8 @@ class BuildConfig(Section):
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out. With
-    blank_line, the lines around a held-out line are therefore held out too."""
+    """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out, so
+    blank_line keeps neighbouring lines in the same split."""
 
 
 class DataConfig(Section):
@@ -235,7 +236,7 @@ class ModelConfig(Section):
     """Width of the attention window in local layers, half on either side of a token (ModernBERT: 128); 0 =
     all layers attend to the whole sequence."""
     global_attention_every: Annotated[int, OnlyWith("model.local_attention")] = Field(3, ge=1, le=10_000)
-    """With local attention, every n-th layer, from the first layer on, attends to the whole sequence."""
+    """With local attention, the first layer and then every n-th layer attend to the whole sequence."""
     local_rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.local_attention")] = Field(
         10_000.0, gt=0
     )
@@ -606,7 +607,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss; for distill.loss: mse, the unit of the loss against the
+        """Return the unit of the training loss or, with distill.loss: mse, of the loss against the
         teacher."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit

@@ -25,8 +25,7 @@ class Heartbeat:
     progress_ns: int = 0
     """CLOCK_MONOTONIC, in nanoseconds, at the last increase of `progress`."""
     alive: int = 0
-    """Counter that increases about once per second while the process runs and releases the interpreter
-    lock."""
+    """Counter that grows about once per second while the process runs and releases the interpreter lock."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:
@@ -45,8 +44,7 @@ BEAT_BYTES = 8 * len(BEAT_SLOTS)
 
 
 def heartbeat_path(run_dir: Path, rank: int, folder: str | Path | None = None) -> Path:
-    """Return the path of a rank's heartbeat file. `folder`: heartbeat directory, by default
-    RUN/heartbeats."""
+    """Return the path of a rank's heartbeat file. `folder`: its directory, by default RUN/heartbeats."""
     return Path(folder or run_dir / "heartbeats") / f"rank-{rank}"
 
 

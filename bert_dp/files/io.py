@@ -43,7 +43,7 @@ def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
     """Wait up to STALE_S for another node's file. Return True if `is_current(path)` becomes true in time."""
     end = time.monotonic() + STALE_S
     while True:
-        with contextlib.suppress(OSError):  # an error is not final
+        with contextlib.suppress(OSError):  # the file may still become readable
             if is_current(path):
                 return True
         if time.monotonic() >= end:
@@ -126,8 +126,7 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start time in clock ticks. It differs between processes that reuse a pid. Raises
-    OSError."""
+    """Return a process's start time in clock ticks, which tells reused pids apart. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -1,4 +1,4 @@
-"""Read and write JSON files and JSON lines, atomically. Torch-free."""
+"""Read JSON files and JSON lines, and write them atomically. Torch-free."""
 
 import contextlib
 import errno
@@ -71,7 +71,7 @@ class Tail:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove the lines after `step`, and everything from the first damaged line on, atomically."""
+    """Remove, atomically, the lines after `step` and everything from the first damaged line on."""
     if path.exists():
         write_text(path, (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
@@ -82,8 +82,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text, or its parts in order, atomically. A temporary file in the same directory replaces
-    `path`."""
+    """Write a text, or its parts in order, atomically, through a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

@@ -30,7 +30,7 @@ class EnergyCounter(NamedTuple):
     origin: Literal["rapl", "nvml"]
     read_j: Callable[[], float]
     range_j: float = 0.0
-    """Reading at which the counter wraps to zero; 0 = the counter restarts only when the driver is loaded."""
+    """Reading at which the counter wraps to zero; 0 = the counter resets only when the driver is loaded."""
 
     def between(self, before_j: float, now_j: float) -> float:
         """Return the joules that were consumed between two readings."""
@@ -91,7 +91,7 @@ class Spent(StoredModel):
 
 
 class Start(Spent):
-    """Ledger entry of a start, or of the part of a start with a constant number of devices."""
+    """Ledger entry of a start, or of a part of a start if a restart changed the number of devices."""
 
     began: str
     devices: int
@@ -132,11 +132,11 @@ def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounte
     unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
     setting = f"schedule.{unit}"
     if unit == "dollars" and price is None:
-        message, hint = "is needed for a budget in dollars", "set it to the dollars for one device-hour"
+        message, hint = "is needed for a budget in dollars", "set it to the price of a device-hour in dollars"
         return [Issue("run.price_per_device_hour", "missing", message, None, setting, hint)]
     if unit == "kwh" and watts is None and not counters:
         message = "is needed for a budget in kWh, because no energy counter can be read"
-        hint = "set it to the mean power of a device"
+        hint = "set it to the mean power of a device in watts"
         return [Issue("run.watts_per_device", "missing", message, None, setting, hint)]
     if unit in ("dollars", "kwh") and getattr(read_ledger(run_dir).total(), unit) is None:
         message, hint = f"an earlier start of this run did not record {unit}", "use another budget"

@@ -73,7 +73,7 @@ FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
 class StoredFile(StoredModel):
     """Base model for a whole file. `hint`: suggested fix if the file is damaged."""
 
-    hint: ClassVar[str] = "see the logs of its run"
+    hint: ClassVar[str] = "see the logs of the run"
 
 
 class RunMemory(StoredModel):
@@ -116,7 +116,7 @@ class Failure(StoredFile):
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line for each rank that failed as a result of this failure."""
+    """One line for each rank that failed because of this failure."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
@@ -157,9 +157,9 @@ class NoiseScale(StoredModel):
     interval: Annotated[list[float], Field(strict=False)] | None = None
     """95 % interval of the noise scale in sequences."""
     grad_sq: FiniteOrNone = None
-    """Squared norm of the true gradient."""
+    """Estimate of the squared norm of the true gradient."""
     trace: FiniteOrNone = None
-    """Trace of the covariance of per-sequence gradients."""
+    """Estimate of the trace of the covariance of per-sequence gradients."""
 
 
 class Restart(StoredModel):
@@ -226,7 +226,7 @@ class InitFrom(StoredModel):
 
 
 class Summary(StoredFile):
-    """Contents of summary.json: outcome of a run. Rates exclude set-up and its dry run. If a run stopped
+    """Contents of summary.json: outcome of a run. Rates exclude set-up and the dry run. If a run stopped
     before rank 0 could write the file, the launcher writes it with only the fields that it knows."""
 
     status: RunStatus

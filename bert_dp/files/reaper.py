@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the file to which commands write issues for the Python API
+ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
 PATIENCE_S = 1.0  # seconds that ranks have to exit after the launcher
-SEARCH_S = 5.0  # seconds of repeated searches, because a process may start others before it is killed
+SEARCH_S = 5.0  # seconds to search repeatedly, because a process may start others before it is killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -60,7 +60,7 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; without the marks, no other reaper kills this one
+    # -I and -S keep the interpreter small; a reaper without the marks is not killed by other reapers
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
@@ -90,8 +90,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for "done" on standard input. If the input closes first, kill marked processes and remove
-    `scratch`."""
+    """Wait for "done" on standard input; if it closes first, kill marked processes and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

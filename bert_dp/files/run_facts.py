@@ -81,8 +81,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the checkpoint `directory`, or else the newest one in it, and its state.json. No hash is
-    verified."""
+    """Return the checkpoint `directory`, or else the newest one in it, and its unverified state.json."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
