@@ -95,7 +95,7 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
             if len(over) > 1:
                 ranks = ", ".join(map(str, range(first, first + size)))
                 hosts = ", ".join(node.partition("/")[0] for node in over)
-                message = f"each {size} consecutive ranks must share a node, but ranks {ranks} are on {hosts}"
+                message = f"every {size} consecutive ranks must share a node; ranks {ranks} are on {hosts}"
                 hint = f"start a multiple of {size} ranks on each node, numbered consecutively"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
@@ -340,8 +340,8 @@ def export_formats(config: Config) -> str:
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Return the precision that `setting` selects. auto keeps `kept`, the precision of a checkpoint. Without
-    one, it selects bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs and fp32 on
+    """Return the precision that `setting` selects. auto keeps `kept`, a checkpoint's precision. Without one,
+    it selects bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs or fp32 on
     CPUs."""
     if setting != "auto":
         return setting

@@ -85,7 +85,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # from a run
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # saved by a run
     return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
@@ -180,8 +180,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted `key`, created if missing, and the key's last part. Raises
-    ValueError."""
+    """Return the section of `key`, created if missing, and the last part of `key`. Raises ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > 16:  # no setting has more than three
         raise ValueError(f"no setting has {len(parents) + 1} parts")

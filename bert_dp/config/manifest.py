@@ -302,7 +302,7 @@ class ExampleSplit(StoredModel):
     without_tokens: Count
     """Number of examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Number of augmented copies of other examples, at the end of the split. Copies keep the labels."""
+    """Number of augmented copies, which are at the end of the split and have their originals' labels."""
 
 
 class SpecialTokens(StoredModel):

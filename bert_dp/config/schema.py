@@ -149,8 +149,8 @@ class RunConfig(Section):
     finite. With fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress after which a hang is reported, with the stack of the rank that the others
-    wait for. The limit is at least three median step times and, during set-up, compilation and saving, 300
-    s."""
+    wait for. The limit is at least three median step times, and 300 s during set-up, compilation and
+    saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
@@ -607,8 +607,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss or, with distill.loss: mse, of the loss against the
-        teacher."""
+        """Return the unit of the training loss; for distill.loss: mse, of the loss against the teacher."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 

@@ -126,7 +126,7 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start time in clock ticks, which tells reused pids apart. Raises OSError."""
+    """Return a process's start time in clock ticks, which distinguishes reused pids. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
