@@ -139,7 +139,7 @@ def cache_dir(config: Config) -> Path:
 def find(config: Config) -> Path | None:
     """Return the directory of shards that `ensure` has built for `config`, or None. Raises ConfigError."""
     directory = cache_dir(config)
-    with contextlib.suppress(ConfigError):  # damaged shards will be rebuilt
+    with contextlib.suppress(ConfigError):  # `ensure` rebuilds damaged shards
         read_manifest(directory)
         return directory
     return None
@@ -232,7 +232,7 @@ def source_record(source: inputs.Source) -> dict[str, Any]:
     """Return a source's entry in the manifest: its name and, for a file, its size and hash."""
     record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     if source.path is not None:
-        record["name"] = source.path.name  # without its directory, so that a moved file is the same source
+        record["name"] = source.path.name  # no directory, so that a moved file counts as the same source
         record["bytes"] = inputs.file_identity(source.path)["bytes"]
         record["sha256"] = inputs.file_hash(source.path)
     return record
@@ -371,10 +371,10 @@ def filter_warnings(manifest: Manifest) -> list[str]:
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     reasons = {
         "empty": "the tokenizer produces no tokens for them (data.build.normalize, data.tokenizer)",
-        "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char; 0 "
+        "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char=0 "
         "keeps all)",
-        "exact_duplicate": "same tokens as an earlier document (data.build.dedup; none keeps all)",
-        "near_duplicate": "similar to an earlier document (data.build.dedup; exact keeps them)",
+        "exact_duplicate": "same tokens as an earlier document (data.build.dedup=none keeps all)",
+        "near_duplicate": "similar to an earlier document (data.build.dedup=exact keeps them)",
     }
     return [
         f"{count:,} of {total:,} documents ({count / total:.1%}) were dropped: {reasons[stage]}"

@@ -249,8 +249,8 @@ class Source:
 
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
-    """Expand globs and directories; skip files in `out`, which may contain an earlier build. The
-    ConfigError lists all sources that match no file, are not regular files or have an unknown format."""
+    """Expand globs and directories; skip files in `out`, which may contain an earlier build. Raises
+    ConfigError with every source that matches no file, is not a regular file or has an unknown format."""
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
@@ -366,7 +366,7 @@ def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
         got = type(record if text is ABSENT else text).__name__
         if text is ABSENT and isinstance(record, dict):
             got = f"keys {sorted(record)[:8]}"
-        message = f"{place} has no string {key!r} (got {got})"
+        message = f"{place} has no string for the key {key!r} (got {got})"
         fix = fix or "set --text-key (data.build.text_field) to the key of the text"
         raise ConfigError([Issue(name, kind, message, key, hint=f"{fix}, or drop the record")])
     try:

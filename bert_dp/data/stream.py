@@ -47,7 +47,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class MlmBatch(TensorBatch):
-    """Micro batch of masked sequences. `positions_P`: flat indices b * S + s. `seed_B`: seeds of dropout."""
+    """Micro batch of masked sequences. `positions_P`: flat indices b * S + s. `seed_B`: dropout seeds."""
 
     ids_BS: Tensor
     positions_P: Tensor
@@ -64,7 +64,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: Any) -> NDArray[np.uint64]:
-    """Hash integers or integer arrays, broadcast together, to 64 bits. The result has at least one axis."""
+    """Broadcast integers or integer arrays, and hash them to 64 bits. The result has at least one axis."""
     state = np.zeros(1, U64)
     for part in parts:
         state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
@@ -173,10 +173,10 @@ AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 class TrainingStream(Generic[AnyBatch]):
     """Stream of one replica's micro batches, in order, prefetched by threads. `make` builds a micro batch
-    from its positions in the training stream.
+    from the stream positions of its samples.
 
     Micro batches of `micro_size` samples are assigned to the replicas round-robin, from `start_sample` on, so
-    that a replica's stream depends neither on accumulation nor on the batch ramp.
+    that a replica's stream depends neither on gradient accumulation nor on the batch ramp.
     """
 
     def __init__(

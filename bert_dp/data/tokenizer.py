@@ -123,7 +123,7 @@ def normalizer() -> normalizers.Normalizer:
 
 def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
     """Return a function that takes a text and its token ids, and returns two numbers: letters (Unicode
-    category L) and lost letters. A lost letter is dropped by the normalizer or part of an `unk` token."""
+    category L) and lost letters. A lost letter is dropped by the normalizer or is part of an `unk` token."""
     normalizer = tokenizer.normalizer
 
     @functools.cache

@@ -262,8 +262,7 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
 
 @contextlib.contextmanager
 def destination(out: Path | None) -> Iterator[TextIO]:
-    """Yield stdout, or a file that is renamed to `out` when complete. Raise ConfigError if it is not
-    possible."""
+    """Yield stdout or a file that becomes `out` when complete. Raise ConfigError if it cannot be created."""
     if out is None:
         try:
             yield sys.stdout

@@ -1,8 +1,8 @@
 """Score predictions with scikit-learn and scipy (extra `glue`), without importing torch.
 
 For single_label, f1 is that of the second of two labels, or the mean over more labels; auc is defined only
-for two labels. For multi_label, a label is predicted if its logit is above 0. f1 then counts every pair of an
-example and a label, and accuracy is the share of examples with all labels right.
+for two labels. For multi_label, a label is predicted if its logit is above 0. f1 is then computed over all
+pairs of an example and a label, and accuracy is the share of examples with all labels right.
 """
 
 import functools
@@ -27,8 +27,8 @@ def score(
     `labels`: [n] integers, [n, L] zeros and ones, or [n] scores. Predictions are neither clipped nor rounded.
 
     The value is NaN if a metric is undefined, such as a correlation with a constant or an auc with only one
-    label present. Raise ValueError if logits are not finite, KeyError for a metric that is not
-    defined for `kind`, and ConfigError if the extra is not installed.
+    label present. Raise ValueError if logits are not finite, KeyError for a metric that is not defined for
+    `kind`, and ConfigError if the extra is not installed.
     """
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite, so the predictions cannot be scored")

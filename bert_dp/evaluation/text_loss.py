@@ -151,7 +151,7 @@ class HiddenWords(StoredModel):
     words: Count
     """Number of hidden words, the same for every vocabulary, because sampling ignores tokens."""
     words_without_token: Count
-    """Hidden words for which the tokenizer produces no token. They add their bytes, but 0 bits."""
+    """Hidden words for which the tokenizer produces no token. Their bytes count, but they add 0 bits."""
     bytes: Count
     """UTF-8 bytes of the hidden words in the text."""
     documents: Count

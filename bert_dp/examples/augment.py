@@ -31,7 +31,7 @@ MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a
 HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
 
 Substitute = Callable[[str, int, Random], str]
-"""Function that takes a text, the index of a word and a random generator, and returns another word."""
+"""Function that takes a text, the index of a word and a random generator, and returns the new word."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
@@ -62,7 +62,7 @@ def copy_of(
 
 
 class SameTagWords:
-    """Substitute that samples a word of the same part of speech by its frequency in the training texts."""
+    """Substitute that samples a word of the same part of speech, weighted by its frequency in the texts."""
 
     def __init__(self, texts: Iterable[str], tag: Callable[[list[str]], list[str]]):
         self._tags = {text: tag(text.split()) for text in texts}

@@ -88,7 +88,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """GLUE task, and the folders and tars in which each of its files is searched, in this order."""
+    """GLUE task, and the folders and tars that are searched for each of its files, in this order."""
 
     task: str
     places: tuple[Path, ...]
@@ -138,7 +138,7 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
     """Read those files in `names`, such as "RTE/train.tsv", that exist in a folder or anywhere in a tar.
-    Return {name: bytes}, with b"" for each file without `content`. Nothing is extracted to disk. Raises
+    Return {name: bytes}; without `content`, the bytes are empty. Nothing is extracted to disk. Raises
     ConfigError."""
     found: dict[str, bytes] = {}
     try:
@@ -156,7 +156,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
                 if wanted and wanted[0] not in found and member.isreg():  # links are not followed
                     if content and member.size > MAX_FILE_BYTES:
-                        size = f"{member.name} has {member.size} bytes"
+                        size = f"{member.name} has {member.size} bytes, more than any GLUE file"
                         raise data_error(str(place), "damaged", size, "download it again")
                     file = archive.extractfile(member) if content else None
                     found[wanted[0]] = file.read() if file else b""

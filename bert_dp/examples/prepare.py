@@ -60,14 +60,14 @@ class ExampleEncoder:
 
     tokenizer: Tokenizer
     special: dict[str, int]
-    """Map from role (pad, cls, sep and others) to token id."""
+    """Map from role (pad, unk, cls, sep or mask) to token id."""
     length: int
     has_cls: bool = True
     """False = encode as `A <sep>` or `A <sep> B <sep>`."""
     separators: int = 1
     """Number of separators between two texts."""
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Map from each placeholder character that bert_dp.examples.augment puts into texts to a token id."""
+    """Token ids of the placeholder characters that bert_dp.examples.augment puts into texts."""
     fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
     """Callback that receives `ids` and `offsets` and replaces each HOLE_ID in place."""
 
@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of a text. Its pieces are read from `pieces`; the ids of marks separate them."""
+        """Return the ids of a text. Its pieces are read from `pieces` and joined by the ids of its marks."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]

@@ -217,7 +217,7 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
-        message = f"{place} has no label {columns.label!r} (got keys {sorted(record)[:8]})"
+        message = f"{place} has no label column {columns.label!r} (got keys {sorted(record)[:8]})"
         raise data_error(name, "missing", message, COLUMN_FIX, columns.label)
     is_blank = isinstance(cell, str) and not cell.strip() and kind != "multi_label"
     if not columns.label or (is_test and (cell is ABSENT or cell is None or is_blank)):
@@ -367,7 +367,7 @@ class Examples:
         return examples
 
     def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:
-        """Return True if types, shapes and ranges of the arrays match the manifest."""
+        """Return True if types, shapes and value ranges of the arrays match the manifest."""
         ids, offsets, labels = self.ids, self.offsets, self.labels
         count, names = entry.examples, len(manifest.labels)
         if (ids.dtype, ids.shape) != (np.uint16, (entry.tokens,)) or ids.max() >= manifest.vocab_size:

@@ -30,7 +30,7 @@ from bert_dp.training.process import RunFailed
 BATCHES = (1, 3, 8)
 LENGTHS = (5, 37, 128)  # in addition to the run's sequence length
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
-"""Largest allowed difference in fp32 by format, relative to the largest output if that output exceeds 1."""
+"""Largest allowed fp32 difference per format, relative to the largest output if that output exceeds 1."""
 
 Inputs = tuple[NDArray[np.int64], ...]
 """Token ids, attention mask and, if the model has them, token types of a batch, each [B, S]."""
@@ -67,8 +67,7 @@ class ExportCheck(StoredModel):
     """Number of parameters in model.safetensors; null unless the format is hf."""
     run_parameters: int
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
-    """Parameters of the class that are not in the file, and parameters in the file that the class does not
-    have."""
+    """Parameters of the class that the file does not contain, and parameters that only the file contains."""
     again: float
     """Largest absolute difference after saving and reloading the exported model."""
     versions: dict[str, str]
@@ -136,8 +135,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
-    """Sample batches of ordinary tokens. In each, one sequence has full length and the others random
-    lengths."""
+    """Sample batches of ordinary tokens. One sequence has full length, the others have random lengths."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
     longest = exported.sequence_length
@@ -190,9 +188,9 @@ def compute_in_subprocess(
 def compare(
     batch: Inputs, expected: NDArray[Any], actual: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of the run and of its export for a batch. The argmax of both counts as the same if
-    the run's outputs at the two indices differ by at most twice the tolerance. Raise RunFailed if an output
-    is not finite."""
+    """Compare the outputs of the run and of its export for a batch. Both argmaxes count as equal if the run's
+    outputs at the two indices differ by at most twice the tolerance. Raise RunFailed if an output is not
+    finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
         expected, actual = expected[mask_BS != 0], actual[mask_BS != 0]  # outputs at padding are undefined

@@ -28,7 +28,7 @@ CLASS_OF: dict[Kind, str] = {
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
     """Return the contents of config.json for the class in transformers. `special`: special token ids by role.
-    Raise ConfigError that names the settings if no class can represent the model."""
+    If no class can represent the model, raise ConfigError with the responsible settings."""
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {

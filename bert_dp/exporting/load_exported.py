@@ -22,8 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[..., Array]
-"""Function (input_ids, attention_mask[, token_type_ids]), each int64 [B, S], that returns the first
-output."""
+"""Function (input_ids, attention_mask[, token_type_ids]), each int64 [B, S], returning the first output."""
 INPUTS, ARRAYS = ("input_ids", "attention_mask", "token_type_ids"), ("ids", "mask", "types")
 
 OUTPUTS = {
