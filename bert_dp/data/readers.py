@@ -163,7 +163,7 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with its place, such as "row 7". A row has the columns in `keys` that exist. If the
+    """Yield each row with its place, such as "row 7". A row has those columns in `keys` that exist. If the
     first key does not exist, a row has all columns, so that error messages can list them. The key a.b selects
     column a if no column is called a.b. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")

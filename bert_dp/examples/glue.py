@@ -47,7 +47,7 @@ class GlueDefinition:
     header: tuple[str, ...] = ()
     """Columns of train and dev if their files have no header; empty = they have one."""
     other_train_rows: int = 0
-    """Second number of train rows that counts as complete; 0 = none."""
+    """Alternative number of train rows that also counts as complete; 0 = none."""
 
     @property
     def kind(self) -> LabelKind:
