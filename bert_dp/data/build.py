@@ -1,10 +1,11 @@
 """Build shards from text sources, in a directory or in the cache, under a lock. Torch-free.
 
-Sources are read three times: to hash them, to sample text for training the tokenizer (unless one is given),
-and to build. Memory holds the sample (at most 128 MiB of text, twice), a few batches per process and, per
-document, 8 bytes for exact dedup (24 while two tables are merged) or about 2 kB for near dedup. Shards are
-written to a temporary directory next to OUT, which then replaces OUT. The launcher runs `python -m
-bert_dp.data.build` to build or find shards; the command prints their directory.
+A build reads the sources three times: to hash them, to sample text for training the tokenizer, and to
+tokenize them. The second time is skipped if a tokenizer is given. Memory holds two copies of the sample (at
+most 128 MiB of text each) and a few batches per process. Exact dedup needs 8 bytes per document (24 while it
+merges two tables), near dedup about 2 kB. The shards are written to a temporary directory, which then
+replaces OUT. The launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints
+their directory.
 """
 
 import contextlib
@@ -37,11 +38,11 @@ from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
 from bert_dp.training.process import follow_launcher
 
-SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer
+SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer, counted in characters
 WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
-BYTES_PER_PROCESS = 8 * 2**20  # of source text; for less, starting a process costs more than it saves
+BYTES_PER_PROCESS = 8 * 2**20  # source text per process; with less, starting one costs more than it saves
 Progress = Callable[[str, int, int | None], None]
-"""Callback (stage, done, total). total: None = unknown, 0 = `stage` is a message."""
+"""Callback (stage, done, total). `total` is None if unknown, and 0 if `stage` is a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +67,10 @@ def build(
 ) -> Manifest:
     """Build shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
-    `model.vocab_size` is the size of a trained tokenizer, or the limit for a given one. `processes` is one
-    per core by default, fewer for small input. If `out` already contains this build, it is kept; `force`
-    replaces any other build. Raises ConfigError, also for too little text or another build in `out`.
+    A trained tokenizer gets `model.vocab_size` tokens; a given tokenizer may have at most as many. By
+    default, there is one process per core, or fewer for small input. If `out` already contains this build, it
+    is kept. `force` replaces a different or damaged build. Raises ConfigError for unusable sources or
+    settings, too little text or, without `force`, another build in `out`.
     """
     data = config.data
     report: Progress = progress or (lambda stage, done, total: None)
@@ -101,7 +103,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return `out`'s manifest if it contains this build, None if `out` may be written. Raises ConfigError."""
+    """Return the manifest if `out` contains this build, None if `out` may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -137,15 +139,15 @@ def cache_dir(config: Config) -> Path:
 def find(config: Config) -> Path | None:
     """Return the directory of shards that `ensure` has built for `config`, or None. Raises ConfigError."""
     directory = cache_dir(config)
-    with contextlib.suppress(ConfigError):  # damaged shards will be rebuilt
+    with contextlib.suppress(ConfigError):  # `ensure` rebuilds damaged shards
         read_manifest(directory)
         return directory
     return None
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """Return the directory of the shards for `config`; without data.path, build them in the cache on first
-    use. If several processes call `ensure` at once, one builds and the others wait. Raises ConfigError."""
+    """Return the directory of the shards for `config`. Without data.path, the first call builds them in the
+    cache, and concurrent calls wait for it. Raises ConfigError."""
     given = config.data.path
     if given is None and (issues := files.cache_issues()):
         raise ConfigError(issues)
@@ -171,10 +173,10 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
     cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
-    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # of unknown size
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # their size is unknown
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
-        (index, texts)  # texts of one source
+        (index, texts)  # index of a source, some of its texts
         for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
         for texts in tokens.in_batches(read_documents([source], [record]))
     )
@@ -204,7 +206,8 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
 
 
 def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
-    """Return the content of tokenizer.json and the number of documents (None if they were not counted)."""
+    """Train the tokenizer, or read the given one. Return the content of tokenizer.json, and the number of
+    documents if training counted them, else None."""
     most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
     if path is None:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.report)
@@ -229,7 +232,7 @@ def source_record(source: inputs.Source) -> dict[str, Any]:
     """Return a source's entry in the manifest: its name and, for a file, its size and hash."""
     record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     if source.path is not None:
-        record["name"] = source.path.name  # without its directory, so that a moved file is the same source
+        record["name"] = source.path.name  # no directory, so that a moved file counts as the same source
         record["bytes"] = inputs.file_identity(source.path)["bytes"]
         record["sha256"] = inputs.file_hash(source.path)
     return record
@@ -244,7 +247,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
-    """Sample up to SAMPLE_BYTES of text by the documents' CRC-32; return it with the number of documents."""
+    """Return a sample of up to SAMPLE_BYTES characters, chosen by CRC-32, and the number of documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -271,8 +274,9 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, write each document to train or held_out by the hash of its text, and count it in its
-    source's record. Return {stage: documents dropped}. Raises ConfigError if too much is lost."""
+    """Drop duplicates, and write every other document to train or held_out, chosen by the hash of its text.
+    Add up the COUNTS in each source's record. Return {stage: documents dropped}. Raises ConfigError if the
+    tokenizer loses too much of a source."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
@@ -311,9 +315,9 @@ def _route(
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function from keys [D] uint64 to a mask [D], which is True for keys not seen before in any
-    call. It stores 8 bytes per key in sorted arrays of doubling size. The probability that any two of n
-    different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
+    """Return a function that takes keys [D] uint64 and returns a mask [D], which is True for keys that no
+    call has seen before. Sorted arrays of doubling size store 8 bytes per key. The probability that any two
+    of n different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:
@@ -333,7 +337,7 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
-    """Raise ConfigError if the tokenizer loses more than REFUSED_LOSS of a source."""
+    """Raise ConfigError if the share of a source that the tokenizer loses exceeds REFUSED_LOSS."""
     source = manifests.SourceFile(**record)
     if source.loss > manifests.REFUSED_LOSS:
         without = "" if plan.config.data.tokenizer is None else "omit data.tokenizer (--tokenizer), and "
@@ -367,10 +371,10 @@ def filter_warnings(manifest: Manifest) -> list[str]:
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     reasons = {
         "empty": "the tokenizer produces no tokens for them (data.build.normalize, data.tokenizer)",
-        "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char; 0 "
+        "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char=0 "
         "keeps all)",
-        "exact_duplicate": "same tokens as an earlier document (data.build.dedup; none keeps all)",
-        "near_duplicate": "similar to an earlier document (data.build.dedup; exact keeps them)",
+        "exact_duplicate": "same tokens as an earlier document (data.build.dedup=none keeps all)",
+        "near_duplicate": "similar to an earlier document (data.build.dedup=exact keeps them)",
     }
     return [
         f"{count:,} of {total:,} documents ({count / total:.1%}) were dropped: {reasons[stage]}"
@@ -402,10 +406,10 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a new directory; then replace `out` with it, or remove it after a failure. Requires the lock."""
+    """Yield a new directory that then replaces `out`, or is removed on failure. Callers must lock `out`."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-        shutil.rmtree(stale)  # its process has exited, because this process has the lock
+        shutil.rmtree(stale)  # its writer has exited, because this process holds the lock
     work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # before `try`, because `finally` needs it
     old = work.with_name(f"{work.name}-old")
     try:
@@ -428,8 +432,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(answer: Callable[[], str]) -> int:
-    """Print the answer and return exit code 0. For bad input print the issues as JSON and return 2. For a
-    failure print a line on stderr and return 1. If a signal stops the command, return 128 + its number."""
+    """Print the answer and return exit code 0. On ConfigError, print the issues as JSON and return 2. On any
+    other failure, print a line to stderr and return 1. After a signal, return 128 + its number."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
@@ -449,7 +453,7 @@ def run_command(answer: Callable[[], str]) -> int:
 
 
 def _stop(number: int, frame: object) -> None:
-    """Stop at the first signal. Ignore later ones, because unfinished files are being removed."""
+    """Raise KeyboardInterrupt. Ignore later signals, because unfinished files are being removed."""
     for other in STOPS:
         signal.signal(other, lambda *_: None)
     raise KeyboardInterrupt(number)
@@ -457,11 +461,11 @@ def _stop(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield a function that writes a stage's progress to stderr: on a terminal, one line, updated at most
-    twice a second; otherwise a new line at most every ten seconds."""
+    """Yield a function that writes a stage's progress to stderr. A terminal shows one line, which is updated
+    at most twice a second. Other outputs get a new line at most every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
-    end = ""  # line end, if a line is open
+    end = ""  # "\n" while the last line is unfinished
 
     def write(stage: str, done: int, total: int | None) -> None:
         nonlocal end

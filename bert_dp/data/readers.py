@@ -1,8 +1,9 @@
 """Read documents from files, globs, directories, Hugging Face's hub and CPython's documentation. Torch-free.
 
-A document is one non-empty line of a text file (or the lines between two blank lines), the text of one JSON
-record, Parquet row or row of a hub data set, or one docstring or help topic of CPython. Files of a glob or
-directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is in memory.
+In a text file, a document is a non-empty line or, with documents=blank_line, the lines between blank lines.
+In a JSON file, a Parquet file or a hub data set, it is the text of one record. In CPython's documentation, it
+is a docstring or a help topic. Files of a glob or directory are sorted by path. At most one document, JSON
+array, chunk or Parquet row group is in memory.
 """
 
 import ast
@@ -29,19 +30,19 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 ZSTD_WINDOW_BYTES = 2**31  # the largest window, used by zstd --long=31
-PACKED_BYTES = 512  # per read; decompression may yield 32,768 times as many bytes
+PACKED_BYTES = 512  # per read of a compressed file; they may decompress to 32,768 times as many
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
-"""Formats of files by suffix."""
-# skipped, because the library's tests are not documentation and site-packages differs between machines
+"""File formats by suffix."""
+# skipped directories: tests are not documentation, and site-packages differs between machines
 NOT_DOCUMENTATION = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
 )
 
 
 def suffixes(path: Path) -> tuple[str, str]:
-    """Return the suffixes of format and compression: (".jsonl", ".gz") for corpus.jsonl.gz."""
+    """Return a file's format and compression suffixes: (".jsonl", ".gz") for corpus.jsonl.gz."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
 
@@ -82,7 +83,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number (from 1) and text (without LF or CRLF) of each line of a file. Raises ConfigError."""
+    """Yield the number (from 1) and the text (without LF or CRLF) of each line. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -143,7 +144,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
-    """Yield the content of all streams in a compressed file; skip `padding` between them. Raises EOFError."""
+    """Decompress all streams of a file; skip `padding` between them. Raises EOFError if one is truncated."""
     # lzma's and zstandard's own readers stop silently at a damaged second stream or a truncated last one
     stream: Any = None
     while data := raw.read(PACKED_BYTES):
@@ -162,9 +163,9 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with its place, such as "row 7". A row has the existing columns among `keys`, or all
-    columns if the first of `keys` is missing. If no column is called a.b, the key a.b selects column a.
-    Raises ConfigError for a damaged file."""
+    """Yield each row with its place, such as "row 7". A row has those columns in `keys` that exist. If the
+    first key does not exist, a row has all columns, so that error messages can list them. The key a.b selects
+    column a if no column is called a.b. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     row = 0
@@ -179,7 +180,7 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
                 yield f"row {row}", record
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
-        message = f"corrupt Parquet, or Parquet in a compressed file, after row {row} ({reason})"
+        message = f"cannot be read as Parquet after row {row}: corrupt or compressed as a whole ({reason})"
         raise _refused(path, "damaged", message) from None
 
 
@@ -214,7 +215,7 @@ def builtin_documents() -> tuple[str, ...]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escape sequences in the library
+                warnings.simplefilter("ignore")  # the library contains invalid escape sequences
                 tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
@@ -319,7 +320,7 @@ def file_hash(path: Path) -> str:
 
 def documents(source: Source) -> Iterator[str]:
     """Yield the non-blank documents of a source, in order. Raises ConfigError for corrupt, empty, binary or
-    non-UTF-8 input, with the file, the line or row, and a fix."""
+    non-UTF-8 input; it names the file and the line or row, and suggests a fix."""
     name, key = source.name, source.text_field
     texts: Iterable[str]
     if name.startswith("builtin:"):
@@ -365,7 +366,7 @@ def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
         got = type(record if text is ABSENT else text).__name__
         if text is ABSENT and isinstance(record, dict):
             got = f"keys {sorted(record)[:8]}"
-        message = f"{place} has no string {key!r} (got {got})"
+        message = f"{place} has no string for the key {key!r} (got {got})"
         fix = fix or "set --text-key (data.build.text_field) to the key of the text"
         raise ConfigError([Issue(name, kind, message, key, hint=f"{fix}, or drop the record")])
     try:

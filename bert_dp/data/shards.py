@@ -91,7 +91,7 @@ class Shards:
         *,
         checked: bool = True,
     ):
-        """Open the files. `checked`: `rows` refuses token ids outside the vocabulary."""
+        """Open the files. `checked`: let `rows` refuse token ids outside the vocabulary."""
         self.length, self._checked = manifest.sequence_length, checked
         mask_id = manifest.special_tokens["mask"]
         self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
@@ -103,8 +103,8 @@ class Shards:
         return int(self._starts[-1])
 
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Return the sequences at `index_B` in the same order, [B, S]. Raises ConfigError for a token id
-        outside the vocabulary, because the embedding has no row for it."""
+        """Return the sequences at `index_B` in the same order, [B, S]. If `checked`, raises ConfigError for a
+        token id outside the vocabulary, because the embedding has no row for it."""
         out_BS = np.empty((len(index_B), self.length), TOKEN)
         shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
         for shard in np.unique(shard_B):
@@ -117,7 +117,7 @@ class Shards:
 
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Return the damage found in randomly chosen shards of about SAMPLED_BYTES in total."""
+    """Verify randomly chosen shards of about SAMPLED_BYTES in total; return the issues."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:
@@ -162,7 +162,7 @@ def verify(directory: Path) -> list[Issue]:
 
 
 def inspect(directory: Path) -> dict[str, Any]:
-    """Return the manifest, a few training sequences and all problems as JSON values. Raises ConfigError."""
+    """Return the manifest, a few training sequences and all problems as a JSON object. Raises ConfigError."""
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
     total = manifest.train.sequences
@@ -177,7 +177,8 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
-    """Return nats per held-out token under train's add-one smoothed counts [V]; None for no tokens."""
+    """Return the cross entropy of a unigram model with add-one smoothing, in nats per held-out token, or None
+    if there are no held-out tokens. `train`, `held_out`: counts [V]."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

@@ -1,8 +1,9 @@
 """Make micro batches from shards. Order and masks are pure functions of (seed, epoch, sample index).
 
 Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K. A *sample* is
-a position in the endless training stream. With n sequences, sample s belongs to epoch s // n and reads the
-sequence to which a permutation maps s % n. Batches do not depend on the number of ranks or threads.
+a position in the endless training stream. With n sequences, sample s belongs to epoch s // n and reads
+sequence s % n or, with data.shuffle, the sequence to which a permutation maps s % n. Batches do not depend on
+the number of ranks or threads.
 """
 
 import collections
@@ -27,7 +28,7 @@ FEISTEL_ROUNDS = 6
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """One micro batch; sample_ids are positions in the training stream."""
+    """Micro batch. `sample_ids`: positions in the training stream; in evaluation, indices in the split."""
 
     sample_ids: NDArray[np.int64]
 
@@ -46,7 +47,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class MlmBatch(TensorBatch):
-    """Micro batch of masked sequences. Positions are flat indices b * S + s; seed_B seeds dropout."""
+    """Micro batch of masked sequences. `positions_P`: flat indices b * S + s. `seed_B`: dropout seeds."""
 
     ids_BS: Tensor
     positions_P: Tensor
@@ -63,7 +64,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: Any) -> NDArray[np.uint64]:
-    """Hash integers or integer arrays, broadcast together, to 64 bits. The result has at least one axis."""
+    """Broadcast integers or integer arrays, and hash them to 64 bits. The result has at least one axis."""
     state = np.zeros(1, U64)
     for part in parts:
         state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
@@ -135,8 +136,8 @@ def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
     """Return this replica's batches of held-out sequences, with fixed masks. Batches are assigned to replicas
-    round-robin and padded with rows whose labels are IGNORE, so that all have the same shape and every
-    replica has the same number of batches, as engines that communicate in the forward pass require."""
+    round-robin. Rows whose labels are IGNORE fill them up, so that all batches have the same shape and all
+    replicas the same number of batches. Engines that communicate in the forward pass require this."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))
@@ -171,11 +172,11 @@ AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 class TrainingStream(Generic[AnyBatch]):
-    """Stream of one replica's micro batches, in order, prefetched by threads. `make` builds the micro batch
-    for given positions in the training stream.
+    """Stream of one replica's micro batches, in order, prefetched by threads. `make` builds a micro batch
+    from the stream positions of its samples.
 
     Micro batches of `micro_size` samples are assigned to the replicas round-robin, from `start_sample` on, so
-    that a replica's stream depends neither on accumulation nor on the batch ramp.
+    that a replica's stream depends neither on gradient accumulation nor on the batch ramp.
     """
 
     def __init__(
@@ -198,10 +199,10 @@ class TrainingStream(Generic[AnyBatch]):
         self._queue: collections.deque[Future[AnyBatch]] = collections.deque()
         self._depth = 2 * workers
         self.wait_s = 0.0
-        """Total seconds that calls of `next` have taken."""
+        """Total seconds spent in `next`."""
 
     def next(self) -> AnyBatch:
-        """Return this replica's next micro batch, in host memory; wait until the threads have built it."""
+        """Return this replica's next micro batch, in host memory. Wait if it is not built yet."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())

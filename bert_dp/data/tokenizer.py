@@ -1,9 +1,10 @@
 """Normalize texts, train and load tokenizers, and encode documents. Torch-free.
 
 The default tokenizer follows the cramming recipe (its `tokenizer_preparation.py`): WordPiece with 32,768
-tokens and the prefix `##`, split at white space and punctuation. tokenizer.json includes the normalizer. The
-recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII white space, dashes, quotes and
-ligatures, which joins adjacent words; this normalizer first replaces these characters with ASCII.
+tokens and the prefix `##`, on texts split at white space and punctuation. tokenizer.json includes the
+normalizer. The recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII white space,
+dashes, quotes and ligatures, which joins adjacent words. This module's normalizer first replaces these
+characters with ASCII.
 """
 
 import collections
@@ -45,15 +46,15 @@ MAX_ALPHABET = 1000  # characters; rarer characters become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
-# Replaced after NFKD and lower case. The characters are listed, because classes such as \s depend on the
-# Unicode version.
+# Characters that are replaced after NFKD and lower case. They are listed, because classes such as \s depend
+# on the Unicode version.
 WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 DASHES = (
     "[\u058a\u05be\u1400\u1806\u2010-\u2015\u2053\u207b\u208b\u2212\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u2e5d\u301c"
     "\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d\U00010d6e\U00010ead]"
 )
-# Replaced with a space after NFKD, because they often separate words or numbers that have no space between
-# them. The middle dot and the hyphenation point are excluded, because they occur inside words.
+# Symbols that are replaced with a space, because they often separate words or numbers without a space. The
+# middle dot and the hyphenation point are excluded, because they occur inside words.
 SYMBOLS = (
     "[\u00a1-\u00b6\u00b8-\u00bf\u2020-\u2026\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u2e00-\u2e5d\u3001-\u3003"
     "\u3008-\u3020\u303d\U0001f000-\U0001faff]"
@@ -74,9 +75,9 @@ REPLACED = (
     ("\u00ad", ""),  # soft hyphen, which SYMBOLS would replace with a space
     (SYMBOLS, " "),
 )
-NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD: = < > and a combining stroke
+NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD yields = < > and a combining stroke
 FRACTIONS = "\u00bc\u00bd\u00be\u2189" + "".join(map(chr, range(0x2150, 0x2160)))
-RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # digits, SM, TM
+RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # raised digits, SM, TM
 
 
 class _CharacterTable(dict[int, str]):
@@ -91,7 +92,7 @@ _table = _CharacterTable()
 
 
 def normalize(text: str) -> str:
-    """Normalize a text as `normalizer()` does, but in Python, because this makes encoding faster."""
+    """Normalize a text like `normalizer()`, but in Python, because this makes encoding faster."""
     text = text.replace("``", '"').replace("''", '"')
     if not text.isascii():
         text = NON_ASCII.sub(lambda run: run[0].translate(_table), text)
@@ -108,8 +109,8 @@ def normalizer() -> normalizers.Normalizer:
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
-            # a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; one pattern
-            # per sign, because a zero-width match corrupts the alignment
+            # insert a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; use
+            # one pattern per sign, because a zero-width match corrupts the alignment
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -121,8 +122,8 @@ def normalizer() -> normalizers.Normalizer:
 
 
 def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
-    """Return a function that takes a text and its token ids and returns the number of letters (Unicode
-    category L) and of lost letters: letters that the normalizer drops or that are part of an `unk` token."""
+    """Return a function that takes a text and its token ids, and returns two numbers: letters (Unicode
+    category L) and lost letters. A lost letter is dropped by the normalizer or is part of an `unk` token."""
     normalizer = tokenizer.normalizer
 
     @functools.cache
@@ -232,8 +233,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Return the tokenizer at `path`, changed to add the special tokens that finetuning uses and to neither
-    pad nor truncate. None if no change is needed."""
+    """Load the tokenizer at `path`, and make it add the special tokens that finetuning uses and neither pad
+    nor truncate. Return None if no change is needed."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
@@ -270,8 +271,8 @@ def size(tokenizer: Tokenizer) -> int:
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Return {role: token id} for the roles pad, unk, cls, sep and mask. Spellings are `<role>`, `[ROLE]` and
-    RoBERTa's `<s>` and `</s>`. Raises ConfigError with every role that the tokenizer `name` lacks."""
+    """Return {role: token id} for the roles pad, unk, cls, sep and mask. Tokens may be spelled `<role>`,
+    `[ROLE]` or like RoBERTa's `<s>` and `</s>`. Raises ConfigError that lists every missing role."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -289,15 +290,15 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     """Return `num_special`, the lowest id that a random replacement may have. Special tokens in the upper
-    half of the vocabulary are ignored, because some tokenizers (such as ModernBERT's) have theirs at the end;
-    a few of 50,000 random replacements are then special tokens."""
+    half of the vocabulary are ignored, because some tokenizers (such as ModernBERT's) have theirs at the end.
+    A few of the 50,000 possible replacements are then special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
 
 def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
-    """Return data.build.max_tokens_per_char, or its default: a quadratic in log2(32,768 / vocab_size) that
-    equals the recipe's 0.25 at 32,768.
+    """Return data.build.max_tokens_per_char. Its default is a quadratic in log2(32,768 / vocab_size), which
+    equals the recipe's 0.25 at 32,768 tokens.
 
     The default drops about 4 % of clean English at every vocabulary size: 3.9 to 4.4 % of 45,896 paragraphs
     of OpenStax textbooks and Wikipedia, with WordPiece vocabularies of 4,096 to 65,535 tokens trained on them
@@ -311,7 +312,7 @@ def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
 
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # counts per source in the manifest
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
-NUM_PERMUTATIONS = 128  # of a MinHash sketch
+NUM_PERMUTATIONS = 128  # length of a MinHash sketch
 SHINGLE_WORDS = 5
 
 
@@ -324,7 +325,7 @@ class EncodedDocuments:
     keys: np.ndarray  # [D] uint64, hash of the text, which determines the split
     contents: np.ndarray  # [D] uint64, hash of the token ids, equal for duplicates
     sketches: list[Any]  # [D] rensa.RMinHash; empty without near dedup
-    counts: list[int]  # over all N documents, in the order of COUNTS
+    counts: list[int]  # totals over all N documents, in the order of COUNTS
     empty: int  # documents without tokens
     filtered: int  # documents with too many tokens per character
 
@@ -401,8 +402,9 @@ def _shingles(text: str) -> list[str]:
 def encode_all(
     batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
-    """Encode numbered batches in `processes` spawned processes (1 = this process); yield them in order. At
-    most three batches per process are in memory. The processes exit with this one, even if it is killed."""
+    """Encode batches of (source index, texts) in `processes` spawned processes (1 = this process), and yield
+    the results in order. At most three batches per process are in memory. The spawned processes exit with
+    this one, even if it is killed."""
     if processes == 1:
         encode = make_encoder(tokenizer_json, options)
         for index, texts in batches:

@@ -47,13 +47,13 @@ DIGITS = 6  # decimal places in the output
 
 Texts = Sequence[tuple[str, ...]]
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Function of token ids and a mask of real tokens, each [B, S], that returns logits [B, L] of a finetuned
-model, or hidden states [B, S, H] of a pretrained model."""
+"""Function that takes token ids and a mask of real tokens, each [B, S], and returns the logits [B, L] of a
+finetuned model or the hidden states [B, S, H] of a pretrained model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """Loaded model and the settings for its predictions."""
+    """Loaded model and what is needed to apply it to texts."""
 
     path: Path
     """Checkpoint or exported directory of the model."""
@@ -126,7 +126,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id, if there are token types."""
+    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id if there are token types."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -141,14 +141,14 @@ def on_device(
 
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Yield one dictionary per example, in order. Each contains `index` and, for a finetuned run, the labels
-    (see `labelled`) or, for a pretrained run, the `encoding`: the mean of the hidden states. An example
-    with a text without tokens has `tokens`: 0 instead of a result.
+    """Yield one dictionary per example, in order. It contains `index` and a result: a finetuned run's labels
+    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. If one of its texts has
+    no tokens, an example has `tokens`: 0 instead of a result.
 
-    Raise ConfigError if every example has a text without tokens, RunFailed if outputs are not finite.
+    Raise ConfigError if no example can have a result, RunFailed if outputs are not finite.
     """
     finetune = predictor.finetune
-    # pretraining does not use <cls>
+    # pretraining does not use <cls>, so encodings omit it
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
         message = f"the tokenizer of {predictor.path} has no token for any text"
@@ -192,8 +192,8 @@ def outputs_of(
     progress: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
     """Return the outputs [N, L] in the order of `rows`: logits, or the mean of the hidden states. `rows`:
-    tokens of each example. `max_tokens`: see `batches`. `progress` receives the number of completed examples.
-    Raise RunFailed if an output is not finite."""
+    token ids. `max_tokens`: see `batches`. `progress` receives the number of completed examples. Raise
+    RunFailed if an output is not finite."""
     together = [*batches(np.array([len(row) for row in rows], np.int64), max_tokens)]
     outputs = []
     for index_B in together:
@@ -262,7 +262,7 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
 
 @contextlib.contextmanager
 def destination(out: Path | None) -> Iterator[TextIO]:
-    """Yield stdout, or a file that appears only when complete. Raise ConfigError if it cannot be created."""
+    """Yield stdout or a file that becomes `out` when complete. Raise ConfigError if it cannot be created."""
     if out is None:
         try:
             yield sys.stdout

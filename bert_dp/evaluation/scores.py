@@ -1,8 +1,8 @@
 """Score predictions with scikit-learn and scipy (extra `glue`), without importing torch.
 
-With two labels, f1 refers to the second label; with more labels, it is the mean over the labels. For
-multi_label, f1 is computed over all decisions, a label is predicted if its logit is above 0, and accuracy is
-the share of examples with every label right. auc is defined only for two labels.
+For single_label, f1 is that of the second of two labels, or the mean over more labels; auc is defined only
+for two labels. For multi_label, a label is predicted if its logit is above 0. f1 is then computed over all
+pairs of an example and a label, and accuracy is the share of examples with all labels right.
 """
 
 import functools
@@ -23,12 +23,12 @@ Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
 def score(
     metrics: Sequence[Metric], kind: LabelKind, logits: NDArray[Any], labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Return the value of each metric. `logits`: outputs of the model, [n, L] or, for a regression, [n, 1].
+    """Return the value of each metric. `logits`: outputs of the model, [n, L] or, for regression, [n, 1].
     `labels`: [n] integers, [n, L] zeros and ones, or [n] scores. Predictions are neither clipped nor rounded.
 
     The value is NaN if a metric is undefined, such as a correlation with a constant or an auc with only one
-    label present. Raise ValueError if logits are not finite, KeyError for a metric that the kind does not
-    have, and ConfigError if the extra is not installed.
+    label present. Raise ValueError if logits are not finite, KeyError for a metric that is not defined for
+    `kind`, and ConfigError if the extra is not installed.
     """
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite, so the predictions cannot be scored")
@@ -41,7 +41,7 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: the majority label, the majority value of each label, or the mean."""
+    """Score a constant prediction: train's majority label, majority value of each label, or mean score."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":
@@ -53,7 +53,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """Return the functions that compute a label kind's metrics from labels and logits."""
+    """Return a function of labels and logits for each metric that is defined for `kind`."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

@@ -1,7 +1,8 @@
 """Compute a teacher's logits for a transfer set, and sample words from a masked language model.
 
-`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N; the launcher
-starts all shares. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V ordinary tokens.
+`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N, from 0; the
+launcher starts a process per share. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V
+tokens of the vocabulary.
 """
 
 import os
@@ -40,7 +41,7 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write the train split's missing logits files whose number modulo `of` is `share`. Their contents do not
+    """Write each missing file of train's logits whose number modulo `of` is `share`. Its contents do not
     depend on `of`. Raise ConfigError if an input is unusable, RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
@@ -63,8 +64,8 @@ def compute_share(
 
 
 def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.int64], seed: int) -> None:
-    """Replace each HOLE_ID in the examples, in place, by an ordinary token sampled from the predictions of a
-    masked language model. Raise ConfigError if the checkpoint has another kind of model."""
+    """Replace each HOLE_ID in the examples, in place, with an ordinary token that a masked language model
+    samples. Raise ConfigError if the checkpoint has another kind of model."""
     loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
         message = f"{checkpoint} is not a masked language model"
@@ -72,7 +73,7 @@ def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.in
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, special = loaded.model.to(device), tokens.special_ids(loaded.tokenizer, str(checkpoint))
     ordinary = slice(tokens.first_ordinary(loaded.tokenizer, special), tokens.size(loaded.tokenizer))
-    # without <cls>, which pretraining does not use
+    # pretraining does not use <cls>, so the model does not receive it
     rows = [row[1:] for row in np.split(ids, offsets[1:-1]) if (row == HOLE_ID).any()]
     for index_B in batches(np.array([len(row) for row in rows], np.int64), BATCH_TOKENS[device.type]):
         chosen = [rows[i] for i in index_B]

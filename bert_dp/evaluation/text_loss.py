@@ -1,10 +1,10 @@
 """Measure the loss of a pretrained model on any text.
 
-As in training, sequences are cut from the concatenated documents, each followed by <sep>. They are evaluated
-twice: first for the loss of single tokens, then for the loss of whole words in bits per byte, which is
-comparable between different vocabularies. The choice of tokens to predict depends only on (document,
-position), the choice of words to hide only on (document, word index). Axes: D documents, T tokens in total, P
-predicted tokens, W words of a document.
+As in training, sequences are cut from the concatenated documents, each followed by <sep>. The model evaluates
+them twice. The first time, it predicts single tokens. The second time, it predicts whole words, for a loss in
+bits per byte that is comparable between vocabularies. The tokens to predict depend only on (document,
+position), the words to hide only on (document, word index). Axes: D documents, T tokens in total, P predicted
+tokens, W words of a document.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Text:
 
     ids_T: NDArray[np.uint16]
     seen_T: NDArray[np.uint16]
-    """Tokens that the model receives to predict those marked in `drawn_T`."""
+    """Tokens that the model receives when it predicts the tokens marked in `drawn_T`."""
     drawn_T: NDArray[np.bool_]
     hidden_T: NDArray[np.bool_]
     """True for tokens of hidden words."""
@@ -142,7 +142,7 @@ class PredictedTokens(StoredModel):
     loss_se: float | None
     """Standard error, with documents as the sampling units; null for one document."""
     accuracy: float
-    """Share of predicted tokens whose most probable prediction is right."""
+    """Share of predicted tokens to which the model gives the highest probability."""
 
 
 class HiddenWords(StoredModel):
@@ -151,7 +151,7 @@ class HiddenWords(StoredModel):
     words: Count
     """Number of hidden words, the same for every vocabulary, because sampling ignores tokens."""
     words_without_token: Count
-    """Hidden words for which the tokenizer produces no token. Their bytes are included, with 0 bits."""
+    """Hidden words for which the tokenizer produces no token. Their bytes count, but they add 0 bits."""
     bytes: Count
     """UTF-8 bytes of the hidden words in the text."""
     documents: Count
@@ -218,10 +218,10 @@ def text_loss(
     textless = int((lengths_D == 1).sum())  # only <sep>
     if textless == len(lengths_D):
         message = f"the tokenizer of {path} has no tokens for the text"
-        hint = "choose a run whose tokenizer supports its script"
+        hint = "choose a run whose tokenizer supports the script of the text"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} that are predicted"
+        message = f"none of its {len(text.ids_T)} tokens is in the random {EVAL_MASK_RATE:.0%} to predict"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)

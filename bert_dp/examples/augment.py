@@ -1,7 +1,8 @@
-"""Make the transfer set for distillation: examples with augmented copies as in Tang et al. 2019 (arXiv
-1903.12136), or the texts in a file with a teacher's logits. Torch-free.
+"""Make the transfer set for distillation. Torch-free.
 
-A copy depends only on the seed, the example's number and the copy's number.
+It consists of labelled examples and augmented copies of them, as in Tang et al. 2019 (arXiv 1903.12136), or
+of texts with a teacher's logits from a file. The seed, the example's number and the copy's number determine
+all random choices for a copy.
 """
 
 import collections
@@ -30,7 +31,7 @@ MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a
 HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
 
 Substitute = Callable[[str, int, Random], str]
-"""Function of a text, the index of one of its words, and a random generator; returns a replacement word."""
+"""Function that takes a text, the index of a word and a random generator, and returns the new word."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
@@ -61,7 +62,7 @@ def copy_of(
 
 
 class SameTagWords:
-    """Substitute that samples words of the same part of speech by their frequency in the training texts."""
+    """Substitute that samples a word of the same part of speech, weighted by its frequency in the texts."""
 
     def __init__(self, texts: Iterable[str], tag: Callable[[list[str]], list[str]]):
         self._tags = {text: tag(text.split()) for text in texts}
@@ -96,13 +97,13 @@ class AugmentedData:
     """Checkpoint of the masked language model that samples words, for `replace` = mlm."""
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change with the data, the settings or the model. Raises ConfigError."""
+        """Return JSON values that identify the data, the settings and the model. Raises ConfigError."""
         weights = None if self.model is None else files.weights_hash(self.model)
         own = {"seed": self.seed, "copies": self.copies, "replace": self.replace, "model": weights}
         return {**self.data.identity(), **own}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data and add copies, except copies that repeat an example. Raises ConfigError."""
+        """Read the data, and add augmented copies to train, without duplicates. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
         substitute: Substitute = lambda *_: HOLE  # noqa: E731
@@ -131,17 +132,17 @@ class AugmentedData:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsData:
-    """Data set whose training texts, with a teacher's logits, come from a JSONL file."""
+    """Data set whose training texts and their teacher's logits come from a JSONL file."""
 
     data: GlueData | CustomData
     file: str
 
     def identity(self) -> dict[str, Any]:
-        """Return values that change with the data or the file of logits. Raises ConfigError."""
+        """Return JSON values that identify the data and the file of logits. Raises ConfigError."""
         return {**self.data.identity(), "logits": readers.file_identity(Path(self.file))}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, and replace train by the texts and logits of the file. Raises ConfigError."""
+        """Read the data, and replace train with the texts and logits in the file. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         outputs = max(1, len(labelled.labels))
         columns = ("text", "text_pair")[: len(labelled.tables[TRAIN].rows[0].texts)]

@@ -21,7 +21,7 @@ from bert_dp.data import readers
 from bert_dp.examples.table import Columns, LabelledData, LabelledTable, data_error, make_row, read_delimited
 
 MAX_FILE_BYTES = 2**30  # the largest GLUE file, MNLI's train.tsv, has a few hundred MB
-MAX_MEMBERS = 10_000  # of a tar
+MAX_MEMBERS = 10_000  # files in a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 SENTENCES = ("sentence1", "sentence2")
@@ -36,7 +36,7 @@ def _rows(*counts: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class GlueDefinition:
-    """Columns, labels and metrics of a GLUE task, and the number of rows of each file, SPLIT.tsv."""
+    """Columns, labels and metrics of a GLUE task, and the number of rows of each file SPLIT.tsv."""
 
     texts: tuple[str, ...]
     label: str
@@ -45,9 +45,9 @@ class GlueDefinition:
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
     header: tuple[str, ...] = ()
-    """Columns of train and dev if the files have no header."""
+    """Columns of train and dev if their files have no header; empty = they have one."""
     other_train_rows: int = 0
-    """Another number of train rows that counts as complete."""
+    """Alternative number of train rows that also counts as complete; 0 = none."""
 
     @property
     def kind(self) -> LabelKind:
@@ -55,7 +55,7 @@ class GlueDefinition:
 
     @property
     def required(self) -> list[str]:
-        """Return the required splits, which have labels."""
+        """Return the splits that must exist: train and dev, which have labels."""
         return [split for split in self.rows if not split.startswith("test")]
 
 
@@ -72,7 +72,7 @@ TASKS = {
         ZERO_ONE,
         ("accuracy", "f1", "auc"),
         _rows(363_846, 40_430, 390_965),
-        # train.tsv has rows broken by line ends, so that the row counts of loaders differ by three
+        # some rows of train.tsv contain line breaks, so the row counts of loaders differ by three
         other_train_rows=363_849,
     ),
     "MNLI": GlueDefinition(
@@ -88,7 +88,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """GLUE task and the folders and tars of its files. Each file is read from the first place that has it."""
+    """GLUE task, and the folders and tars that are searched for each of its files, in this order."""
 
     task: str
     places: tuple[Path, ...]
@@ -99,7 +99,7 @@ class GlueData:
             raise data_error("--task", "unknown", f"{self.task} is not a GLUE task", hint, self.task)
 
     def identity(self) -> dict[str, Any]:
-        """Return the task and the path, size and modification time of each file. Raises ConfigError."""
+        """Return the task, and the path, size and modification time of each file. Raises ConfigError."""
         files: list[Path] = []
         for place in self.places:
             named = [place / name for name in self._names() if (place / name).exists()]
@@ -112,7 +112,7 @@ class GlueData:
         files: dict[str, bytes] = {}
         for place in self.places:
             files |= read_files(place, [name for name in names if name not in files])
-        looked, fix = ", ".join(map(str, self.places)), "pass --data with the folder or tar that has it"
+        looked, fix = ", ".join(map(str, self.places)), "pass --data with the folder or tar that contains it"
         if absent := [name for name in names if name not in files and Path(name).stem in task.required]:
             issues = [Issue("--data", "missing", f"no {name} in {looked}", name, hint=fix) for name in absent]
             raise ConfigError(issues)
@@ -128,7 +128,7 @@ class GlueData:
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
-    """Return {task: train and dev files that none of `places` has}. Raises ConfigError."""
+    """Return {task: train and dev files that no folder or tar in `places` contains}. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
         present = read_files(place, [file for files in absent.values() for file in files], content=False)
@@ -137,8 +137,9 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Return {name: bytes} for those of `names`, such as "RTE/train.tsv", that exist in a folder, or in any
-    folder of a tar; each value is b"" without `content`. Nothing is extracted to disk. Raises ConfigError."""
+    """Read those files in `names`, such as "RTE/train.tsv", that exist in a folder or anywhere in a tar.
+    Return {name: bytes}; without `content`, the bytes are empty. Nothing is extracted to disk. Raises
+    ConfigError."""
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():
@@ -155,7 +156,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
                 if wanted and wanted[0] not in found and member.isreg():  # links are not followed
                     if content and member.size > MAX_FILE_BYTES:
-                        size = f"{member.name} has {member.size} bytes"
+                        size = f"{member.name} has {member.size} bytes, more than any GLUE file"
                         raise data_error(str(place), "damaged", size, "download it again")
                     file = archive.extractfile(member) if content else None
                     found[wanted[0]] = file.read() if file else b""
@@ -171,8 +172,8 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
 
 
 def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
-    """Read the rows of a file. Rows that lack fields are skipped in train and refused in dev and test, where
-    every example must be scored; rows with an empty text are kept. Raises ConfigError."""
+    """Read the rows of a file. A row that lacks fields is skipped in train, but refused in dev and test,
+    where every example must be scored. Rows with an empty text are kept. Raises ConfigError."""
     split, rows, left_out = Path(name).stem, [], 0
     is_test = split.startswith("test")
     columns = Columns(task.texts, task.label)

@@ -60,20 +60,20 @@ class ExampleEncoder:
 
     tokenizer: Tokenizer
     special: dict[str, int]
-    """Role (pad, cls, sep and others) -> token id."""
+    """Map from role (pad, unk, cls, sep or mask) to token id."""
     length: int
     has_cls: bool = True
     """False = encode as `A <sep>` or `A <sep> B <sep>`."""
     separators: int = 1
     """Number of separators between two texts."""
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Placeholder character that bert_dp.examples.augment puts into texts -> token id."""
+    """Token ids of the placeholder characters that bert_dp.examples.augment puts into texts."""
     fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
     """Callback that receives `ids` and `offsets` and replaces each HOLE_ID in place."""
 
     @classmethod
     def load(cls, path: Path, length: int) -> Self:
-        """Make an encoder from a tokenizer.json. Raises ConfigError, also if a special token is missing."""
+        """Load a tokenizer.json. Raises ConfigError if it is invalid or lacks a special token."""
         tokenizer = tokens.load(path)
         special = tokens.special_ids(tokenizer, str(path))
         tokenizer.no_padding()
@@ -110,7 +110,7 @@ class ExampleEncoder:
         return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
 
     def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
-        """Return True if there is an example whose texts all have tokens."""
+        """Return True if at least one example has tokens in all its texts."""
         return any(all(parts) for parts in self._parts(examples))
 
     def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of a text: its pieces, read from `pieces`, with the ids of marks between them."""
+        """Return the ids of a text. Its pieces are read from `pieces` and joined by the ids of its marks."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -134,8 +134,8 @@ class ExampleEncoder:
 
 
 def truncate(parts: list[list[int]], limit: int) -> list[list[int]]:
-    """Truncate one or two parts to `limit` tokens in total: drop tokens from the end of the longer part, or
-    of the second part if both have the same length."""
+    """Truncate one or two parts to `limit` tokens in total. Tokens are dropped from the end of the longer
+    part, or of the second part if both have the same length."""
     if len(parts) == 1:
         return [parts[0][:limit]]
     first, second = parts
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or the missing GLUE files as JSON. Raises ConfigError."""
+    """Return the prepared directory or, for `missing`, the missing GLUE files as JSON. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     parser.add_argument("verb", choices=["missing", "prepare"])
     parser.add_argument("--dev-share", type=float, default=0.0)
@@ -193,10 +193,11 @@ def _data(options: argparse.Namespace) -> AnyData:
 def prepare(
     data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0, seed: int = 0
 ) -> tuple[Path, ExamplesManifest]:
-    """Return the prepared directory and its manifest; build the directory in the cache on first use.
+    """Return the prepared directory and its manifest. The first call builds the directory in the cache, and
+    concurrent calls wait for it. Raises ConfigError.
 
-    `length`: maximum tokens per example. `dev_share`: share of train to move to dev, sampled with `seed`; 0 =
-    dev is a file. If several processes call this at once, one builds and the others wait. Raises ConfigError.
+    `length`: maximum tokens per example. `dev_share`: share of train to move to dev, chosen by `seed`; 0 =
+    dev comes from a separate file.
     """
     if issues := record.cache_issues():
         raise ConfigError(issues)
@@ -284,7 +285,8 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score predicting train's most frequent label or mean score on dev or test; None if unlabelled."""
+    """Score a constant prediction: train's most frequent label or mean score. Return None for train and for
+    splits without labels."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -297,7 +299,8 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of each class, chosen by a hash of seed and texts, to dev. Raises ConfigError."""
+    """Move a share of train to dev, chosen by a hash of seed and texts and, for single_label, separately in
+    each class. Raises ConfigError if a split would be empty."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -310,7 +313,7 @@ def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> Labelled
     for row in whole.rows:
         rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
-        message = f"a share of {share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} empty"
+        message = f"moving a share of {share:g} of {len(whole.rows)} examples to dev leaves {empty[0]} empty"
         raise tables.data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False
@@ -324,7 +327,7 @@ def summary(manifest: ExamplesManifest) -> str:
         counts = {
             "tokens": split.tokens,
             f"truncated to {manifest.sequence_length}": split.truncated,
-            "changed copies": split.copies,
+            "augmented copies": split.copies,
             "also in train": split.in_train,
             "broken rows skipped": split.left_out,
             "with a text without tokens": split.without_tokens,

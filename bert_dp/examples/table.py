@@ -1,7 +1,8 @@
 """Read rows of labelled texts, check their column types, and store encoded examples. Torch-free.
 
-A file of n examples contains `ids` uint16 [T], the tokens of all examples; `offsets` int64 [n + 1], their
-bounds; and `labels`, if known: int64 [n], for multi_label uint8 [n, L], for regression float32 [n].
+A file of n examples contains `ids` uint16 [T], the tokens of all examples, and `offsets` int64 [n + 1], the
+bounds of each example in `ids`. If the labels are known, it contains `labels`: int64 [n] for single_label,
+uint8 [n, L] for multi_label or float32 [n] for regression.
 """
 
 import contextlib
@@ -88,7 +89,7 @@ class LabelledTable:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledData:
-    """Tables of a task, one per split, and the meaning of their labels."""
+    """Tables of a task, one per split, and what their labels mean."""
 
     task: str
     kind: LabelKind
@@ -97,14 +98,14 @@ class LabelledData:
     metrics: tuple[Metric, ...]
     tables: dict[str, LabelledTable]
     official: bool | None
-    """True if the tables have GLUE's official numbers of rows; None for other tasks."""
+    """True if the tables have GLUE's official numbers of rows; None if the task is not from GLUE."""
     logits: NDArray[np.float32] | None = None
     """Teacher's logits [n, L] for the rows of train, which then have no labels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomData:
-    """A user's files, or `hub:NAME[:CONFIG]`, for the splits "train", "dev" and "test", and their columns."""
+    """A user's data: a file or `hub:NAME[:CONFIG]` for each of "train", "dev" and "test", and the columns."""
 
     files: dict[str, str]
     columns: Columns
@@ -133,7 +134,7 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. Either all rows of test have labels or none has. `finds_pair`: use the column
+    """Read the rows of a file. In test, all rows must have labels, or none. `finds_pair`: use the column
     PAIR, if it exists, as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
@@ -216,7 +217,7 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
-        message = f"{place} has no label {columns.label!r} (got keys {sorted(record)[:8]})"
+        message = f"{place} has no label column {columns.label!r} (got keys {sorted(record)[:8]})"
         raise data_error(name, "missing", message, COLUMN_FIX, columns.label)
     is_blank = isinstance(cell, str) and not cell.strip() and kind != "multi_label"
     if not columns.label or (is_test and (cell is ABSENT or cell is None or is_blank)):
@@ -231,8 +232,8 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
 
 
 def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
-    """Convert the value of a label column to label names, or to a score for regression. For multi_label it is
-    a list, a JSON list, or text separated by |. Raises ValueError."""
+    """Convert the value of a label column to label names, or to a score for regression. For multi_label, the
+    value is a list, a JSON list or names separated by |. Raises ValueError."""
     if kind == "regression":
         return _score(cell)
     if kind == "single_label":
@@ -245,7 +246,7 @@ def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
 
 
 def _name(value: Any) -> str:
-    """Convert a value to a label name. A whole number has one name: 0, 0.0 and "0.0" become "0"."""
+    """Convert a value to a label name. Equal whole numbers get one name: 0, 0.0 and "0.0" become "0"."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):
@@ -265,9 +266,9 @@ def _score(value: Any) -> float:
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return the label names in train, sorted as numbers if all are integers, otherwise as text; () for
-    regression. If `kind` is None, numbers with decimals are refused, because they are probably scores. Raises
-    ConfigError, also for too few or too many different labels."""
+    """Return the label names in train, sorted as numbers if all are integers, otherwise as text. Return ()
+    for regression. Raises ConfigError for too few or too many different labels and, if `kind` is None, for
+    numbers with decimals, because they are probably scores."""
     found: set[Any] = set()
     for row in train.rows:
         found.update(row.label if isinstance(row.label, tuple) else [row.label])
@@ -288,8 +289,8 @@ def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]
 
 
 def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDArray[Any]:
-    """Return the labels of all rows: int64 [n], for multi_label uint8 [n, L], for regression float32 [n].
-    Raises ConfigError for a label that is not in `names`."""
+    """Return the labels of all rows: int64 [n] for single_label, uint8 [n, L] for multi_label or float32 [n]
+    for regression. Raises ConfigError for a label that is not in `names`."""
     if kind == "regression":
         return np.array([row.label for row in table.rows], LABEL_TYPES[kind])
     index = {name: i for i, name in enumerate(names)}
@@ -317,7 +318,7 @@ def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
     return (logits_NL > 0 if kind == "multi_label" else logits_NL[:, 0]).astype(LABEL_TYPES[kind])
 
 
-LOGITS = "logits-{:05d}.safetensors"  # file with a teacher's logits for part k of train
+LOGITS = "logits-{:05d}.safetensors"  # a teacher's logits for one part of train
 
 
 def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.float32]:
@@ -366,7 +367,7 @@ class Examples:
         return examples
 
     def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:
-        """Return True if types, shapes and ranges of the arrays match the manifest."""
+        """Return True if types, shapes and value ranges of the arrays match the manifest."""
         ids, offsets, labels = self.ids, self.offsets, self.labels
         count, names = entry.examples, len(manifest.labels)
         if (ids.dtype, ids.shape) != (np.uint16, (entry.tokens,)) or ids.max() >= manifest.vocab_size:

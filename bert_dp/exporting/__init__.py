@@ -1,1 +1,1 @@
-"""Export models for transformers, ONNX Runtime and AOTInductor, and check that the outputs agree."""
+"""Export models for transformers, ONNX Runtime and AOTInductor, and compare their outputs with the run's."""

@@ -30,7 +30,7 @@ from bert_dp.training.process import RunFailed
 BATCHES = (1, 3, 8)
 LENGTHS = (5, 37, 128)  # in addition to the run's sequence length
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
-"""Largest allowed difference in fp32, relative to the largest output if that output exceeds 1."""
+"""Largest allowed fp32 difference per format, relative to the largest output if that output exceeds 1."""
 
 Inputs = tuple[NDArray[np.int64], ...]
 """Token ids, attention mask and, if the model has them, token types of a batch, each [B, S]."""
@@ -112,8 +112,9 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
-    """Open the run that was exported: `run`, or a run with the exported name in the current folder, next to
-    the directory, or in `runs` in either folder. Raise ConfigError if no run has the exported weights."""
+    """Open the run that was exported. Without `run`, search for the name of the exported run in the current
+    folder, in the parent of the directory, and in `runs` in both. Raise ConfigError if no run has the
+    exported weights."""
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
     for candidate in [place for place in places if place.exists()] if run is None else [run]:
@@ -134,7 +135,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
-    """Sample batches of ordinary tokens, with one sequence of full length and others of random length."""
+    """Sample batches of ordinary tokens. One sequence has full length, the others have random lengths."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
     longest = exported.sequence_length
@@ -162,7 +163,7 @@ def compute_in_subprocess(
     directory: Path, batches: Sequence[Inputs], python: str = sys.executable
 ) -> tuple[list[NDArray[Any]], dict[str, Any]]:
     """Run the exported model on the batches, in a separate process. Return the outputs, and the fields of
-    ExportCheck that the process reports."""
+    ExportCheck that the process prints."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         arrays: dict[str, NDArray[Any]] = {}
@@ -187,9 +188,9 @@ def compute_in_subprocess(
 def compare(
     batch: Inputs, expected: NDArray[Any], actual: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of the run and of its export for a batch. Two indices of the largest output
-    are the same if the run's outputs at both differ by at most twice the tolerance. Raise RunFailed if an
-    output is not finite."""
+    """Compare the outputs of the run and of its export for a batch. Both argmaxes count as equal if the run's
+    outputs at the two indices differ by at most twice the tolerance. Raise RunFailed if an output is not
+    finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
         expected, actual = expected[mask_BS != 0], actual[mask_BS != 0]  # outputs at padding are undefined

@@ -2,8 +2,8 @@
 
 ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so the norm is
 applied to every row of the exported embedding table, and the decoder keeps the original table. RoBERTa and
-RobertaPreLayerNorm count positions from pad_token_id + 1. These two and BERT have a bias in every layer,
-which is zero if bert-dp's model has none. Axes: those of bert_dp.model.bert.
+RobertaPreLayerNorm count positions from pad_token_id + 1. The layers of both, and of BERT, always have a
+bias, which is zero if bert-dp's model has none. Axes: those of bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ CLASS_OF: dict[Kind, str] = {
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
     """Return the contents of config.json for the class in transformers. `special`: special token ids by role.
-    Raise ConfigError, naming the settings, if no class can represent the model."""
+    If no class can represent the model, raise ConfigError with the responsible settings."""
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
@@ -131,7 +131,7 @@ def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> di
 
 
 def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
-    """Return the number of rows before the first position in the position table of the class."""
+    """Return the number of unused rows at the start of the class's position table."""
     return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
 
 
@@ -147,7 +147,7 @@ def _module(state: Named, hf_name: str, own_name: str, *, biased: bool = False) 
 
 
 def _projections(state: Named, attention: str, names: Mapping[str, str], *, biased: bool = False) -> Renamed:
-    """Yield the query, key and value of the fused projection. The bias of the key, if any, is zero."""
+    """Yield query, key and value as separate projections. The bias of the key, if any, is zero."""
     weight_3HH = state[f"{attention}.Wqkv.weight"]
     zeros_H = weight_3HH.new_zeros(weight_3HH.shape[1])
     has_bias = f"{attention}.q_bias" in state

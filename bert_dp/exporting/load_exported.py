@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[..., Array]
-"""Function from int64 input_ids, attention_mask and (if used) token_type_ids, [B, S], to the first output."""
+"""Function (input_ids, attention_mask[, token_type_ids]), each int64 [B, S], returning the first output."""
 INPUTS, ARRAYS = ("input_ids", "attention_mask", "token_type_ids"), ("ids", "mask", "types")
 
 OUTPUTS = {
@@ -40,12 +40,12 @@ UNUSABLE = 2  # exit code if a directory cannot be loaded
 
 
 class Unusable(RuntimeError):
-    """Error for a directory that cannot be loaded, with a message of one line."""
+    """Error for a directory that cannot be loaded, with a one-line message."""
 
 
 def open_directory(directory: Path, form: str, kind: str) -> Compute:
-    """Return a function that computes the first output of `kind`. A masked language model can also be opened
-    as an encoder. Raise Unusable if the directory cannot be loaded."""
+    """Load a model and return a function that computes the first output of `kind`. A masked language model
+    can also be opened as an encoder. Raise Unusable if the directory cannot be loaded."""
     try:
         return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
     except Unusable:
@@ -67,8 +67,8 @@ def open_hf(directory: Path, kind: str) -> Compute:
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """Return the model, the names of its parameters that the file does not contain in the right shape, and
-    the names of parameters that only the file contains."""
+    """Return the model, the names of its parameters that are missing in the file or have another shape there,
+    and the names of parameters that only the file contains."""
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if installed
         logging.getLogger(name).setLevel(logging.ERROR)  # these log every CUDA library that cannot be loaded
     import transformers

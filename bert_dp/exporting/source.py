@@ -41,8 +41,8 @@ MAX_BATCH = 2**16
 
 
 class ExportModule(nn.Module):
-    """Module that computes the OUTPUTS of a kind from int64 inputs [B, S]: logits of tokens [B, S, V] or
-    of labels [B, L], and hidden states [B, S, H]."""
+    """Module that computes the OUTPUTS of a kind from int64 inputs [B, S]: token logits [B, S, V], label
+    logits [B, L] or hidden states [B, S, H]."""
 
     def __init__(self, model: RunModel, kind: Kind):
         super().__init__()
@@ -214,8 +214,8 @@ def silenced() -> Iterator[None]:
 
 @silenced()
 def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
-    """Write FOLDER/model.onnx. `int8`: quantise the weights to 8 bits, and the activations at run time
-    (dynamic quantisation of ONNX Runtime)."""
+    """Write FOLDER/model.onnx. `int8`: quantise the weights now, and the activations at run time (ONNX
+    Runtime's dynamic quantisation)."""
     path = folder / "model.onnx"
     names: dict[str, Any] = {"input_names": [*source.inputs], "output_names": [*OUTPUTS[source.kind]]}
     if source.config.model.lstm_size:  # the exporter that uses torch.export would make the length constant
@@ -241,7 +241,7 @@ def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> Non
     program = trace(source, bf16=bf16)
     settings = {
         "cpp.dynamic_threads": True,
-        # weights are then in oneDNN's layout; without it, fp32 uses MKL, which is faster on Intel CPUs
+        # freezing puts weights in oneDNN's layout; without it, fp32 uses MKL, which is faster on Intel CPUs
         "freezing": bf16 or cpu_field("vendor_id") == "AuthenticAMD",
     }
     with torch.no_grad():  # freezing requires disabled gradients

@@ -92,8 +92,7 @@ def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
 
 
 def pair(rank: int, host: str, port: int, interface: str, bound: int | None = None) -> None:
-    """Time all-reduces as one of two ranks on two nodes. `bound`: bound socket of the store, only on rank
-    0."""
+    """Time all-reduces as one of two ranks on two nodes. `bound`: descriptor of rank 0's bound socket."""
     is_master = bound is not None
     store = dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=bound)
     backend, num_bytes = ("nccl", 64 * 2**20) if torch.cuda.is_available() else ("gloo", 4 * 2**20)

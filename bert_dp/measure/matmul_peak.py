@@ -17,7 +17,7 @@ from bert_dp.training.devices import allow_tf32, choose_precision, keep_freed_me
 from bert_dp.training.process import follow_launcher
 
 WARM_UP = 3
-SHAPES = {  # (M, N, K) of [M, K] x [K, N]: products of a block, and sizes that keep a large device busy
+SHAPES = {  # (M, N, K): matmuls of a transformer block, and sizes that keep a large device busy
     "cpu": ((1024, 768, 768), (1024, 3072, 768), (2048, 2048, 2048)),
     "cuda": ((16384, 768, 768), (16384, 3072, 768), (8192, 8192, 8192), (16384, 8192, 4096)),
 }

@@ -22,7 +22,7 @@ LENGTH_MULTIPLE = 16  # padded lengths are multiples of this, so that few shapes
 
 
 class MicroBatch(Protocol):
-    """Micro batch, on the host until `to` copies it. Its other fields depend on the task."""
+    """Micro batch, in host memory until `to` copies it. Each task adds its own fields."""
 
     @property
     def sample_ids(self) -> NDArray[Any]:
@@ -74,12 +74,12 @@ class Context:
     dp_rank: int
     dp_size: int
     tensor: int
-    """Number of ranks in each replica, which all receive the same batches."""
+    """Number of ranks per replica. All ranks of a replica receive the same batches."""
     progress: Callable[[], None]
     """Function that the task calls after each batch."""
     stopped: Callable[[], bool]
-    """Collective function that the task calls before each batch. All ranks must call it equally often, and
-    all get the same result: True = stop the evaluation."""
+    """Function that the task calls before each batch; True = stop the evaluation. Collective: all ranks must
+    call it equally often, and all get the same result."""
     run_dir: Path | None = None
     """Directory for results per example or sequence; None = this rank does not write them."""
 
@@ -108,7 +108,7 @@ class Task(Protocol):
         """Return the model FLOPs per input token, forward and backward (see cost.py); None = unknown."""
 
     def open_data(self) -> DatasetInfo:
-        """Build or find the data, once and before the rendezvous. Raise ConfigError if this fails."""
+        """Open the data before the rendezvous; build them if necessary. Raise ConfigError on failure."""
 
     def build_model(self, seed: int) -> Model:
         """Build the whole model on the CPU, with the same weights on every rank."""
@@ -121,14 +121,14 @@ class Task(Protocol):
         """Return the SUM of the loss over a micro batch's targets, as a scalar on the device of `batch`."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Return the number of targets in `count` samples, equal on every rank, without building them."""
+        """Return the number of targets in `count` samples from `first_sample` on, equal on every rank."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None
         if there is no held-out data or `context.stopped` returned True. Collective."""
 
     def example_batch(self, micro_size: int) -> MicroBatch:
-        """Return a synthetic micro batch of the largest shapes."""
+        """Return a synthetic micro batch with the largest shapes that a run uses."""
 
 
 MakeTask = Callable[[Config, torch.device], Task]

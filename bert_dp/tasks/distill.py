@@ -1,4 +1,4 @@
-"""Distil a teacher's logits into a student on the examples of a prepared directory. Axes: those of
+"""Train a student to match a teacher's logits on the examples of a prepared directory. Axes: those of
 bert_dp.tasks.finetune, V vocabulary size, E embedding size."""
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ class Distillation(Finetuning):
     """Task of distillation, evaluated like finetuning; see `bert_dp.tasks.Task`."""
 
     def open_data(self) -> DatasetInfo:
-        """Open the prepared directory and the teacher's logits. Raise ConfigError if they do not fit."""
+        """Open the prepared directory and the teacher's logits. Raise ConfigError if they do not match."""
         info = super().open_data()
         outputs = self._config.finetune.num_outputs
         self._logits_NL = read_logits(Path(self._config.distill.logits or ""), len(self._train), outputs)
@@ -86,8 +86,8 @@ class Distillation(Finetuning):
 
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
-    """Replace the embeddings of tokens that have vectors in a run or in a text file. Raise ConfigError if the
-    file cannot be read, has vectors of another width, or contains no token of the vocabulary."""
+    """Replace the rows of `weight_VE` whose tokens have vectors in `path`, a run or a text file. Raise
+    ConfigError if the file cannot be read, has vectors of another width, or has none for the vocabulary."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():
@@ -103,7 +103,7 @@ def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None
                     rows[i] = torch.tensor([float(number) for number in numbers])
     widths = {len(row) for row in rows.values()}
     if widths != {width}:
-        message, hint = f"{path} has no vector for a token of the vocabulary", "choose other embeddings"
+        message, hint = f"{path} has no vector for any token of the vocabulary", "choose other embeddings"
         if widths:
             message = f"{path} has vectors of size {', '.join(map(str, sorted(widths)))}, not {width}"
             hint = "change model.hidden_size"

@@ -29,7 +29,7 @@ from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo, write_or_warn
 
 @dataclass(frozen=True)
 class LabelledBatch(TensorBatch):
-    """Micro batch of examples. `real_BS`: False for padding; None = no padding."""
+    """Micro batch of examples. `real_BS` is False at padding, and None if no example is padded."""
 
     ids_BS: Tensor
     real_BS: Tensor | None
@@ -39,7 +39,7 @@ class LabelledBatch(TensorBatch):
     types_BS: Tensor | None
     """Token types; None for a model without token types."""
     logits_BL: Tensor | None = None
-    """Logits of the teacher in distillation."""
+    """Teacher's logits in distillation."""
 
     @property
     def types(self) -> dict[str, Tensor]:
@@ -99,9 +99,8 @@ class Finetuning:
         return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Score every labelled split, each example once, and write predictions for all splits. `loss` is the
-        mean over the examples of dev (for MNLI, of both dev splits). A split has no scores if logits are not
-        finite."""
+        """Score every split with labels, and write predictions for all splits. `loss` is the mean over the
+        examples of dev (for MNLI, of both dev splits). A split has no scores if a logit is not finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
             logits_NL = self._logits(model, examples, context)
@@ -211,8 +210,8 @@ class Finetuning:
         return LabelledBatch(sample_ids, ids_BS, real, labels, seed_B, types_BS)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
-        """Yield this replica's batches, sorted by length. All replicas get the same number of batches, filled
-        up with the longest example, because some engines communicate in the forward pass."""
+        """Yield this replica's batches, sorted by length. Copies of the longest example fill up the last
+        batches. All replicas get equally many, because some engines communicate in the forward pass."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))

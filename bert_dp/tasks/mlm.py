@@ -1,4 +1,4 @@
-"""Pretrain with masked language modelling on packed sequences. Any step's micro batches are reproducible."""
+"""Pretrain with masked language modelling on packed sequences. `batches` reproduces any step's batches."""
 
 import hashlib
 import json
@@ -107,7 +107,7 @@ class MaskedLanguageModel:
                 on_device = batch.to(context.device)
                 logits_PV = model(on_device.ids_BS, on_device.positions_P)
                 loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
-                # rows that fill up the last batch have loss 0, and the index of the first sequence
+                # rows that fill up the last batch add a loss of 0 to the first sequence
                 index_B = torch.from_numpy(batch.sample_ids).to(context.device)
                 loss_N.index_add_(0, index_B, loss_P.view(-1, each).mean(1))
                 hits += hit_P.sum()
@@ -180,7 +180,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     found = files.newest_checkpoint_facts(run_dir) if run_dir else None
     if found and found[1].data_hash != opened.data_hash:
         now = opened.data_hash[:16]
-        message = f"the run's shards had hash {found[1].data_hash[:16]}, but now have {now}"
+        message = f"the run's shards had hash {found[1].data_hash[:16]}, but the current shards have {now}"
         raise ConfigError([Issue("data", "conflict", message, now, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, opened.num_samples), step, run_dir)
     micro = batch_layout(config, world_size=1).micro_size  # raises if it does not divide the global batch
@@ -189,14 +189,14 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
 
 
 def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
-    """Return the number of samples before a step, and its global batch. Raise ConfigError if unknown."""
+    """Return the number of samples before a step, and its global batch size. Raise ConfigError if unknown."""
     batch, samples = config.batch, (step - 1) * config.batch.global_size
     if batch.ramp_fraction > 0:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
         if (unit := config.schedule.unit) in CLOCKED:
-            message = f"{step} has no line in metrics.jsonl, which a batch ramp over a budget in {unit} needs"
+            message = f"{step} is not in metrics.jsonl, so its batch is unknown (the ramp depends on {unit})"
             hint = "choose a logged step"
             raise ConfigError([Issue("step", "not_found", message, step, f"schedule.{unit}", hint)])
         samples = 0

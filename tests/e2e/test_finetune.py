@@ -81,7 +81,7 @@ REFUSED = {
     "no data": ((), "--task: "),
     "task without data": (("--task", "RTE"), "--data: "),
     "task and files": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: "),
-    "no column": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "no label 'label'"),
+    "no column": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "label column 'label'"),
     "dev without train": (("--dev", "dev.csv"), "--train: "),
     "unknown column": ((*OWN[:-1], "colour"), "colour"),
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),

@@ -210,7 +210,7 @@ def test_an_invalid_example_gives_one_line(tmp_path: Path) -> None:
     for name, columns, part in (
         ("a.txt", [], "line 2 "),
         ("empty.txt", [], "contains no example"),
-        ("a.csv", [], "string 'text' (got keys ['a', 'b']); choose a column with --text"),
+        ("a.csv", [], "string for the key 'text' (got keys ['a', 'b']); choose a column with --text"),
         ("b.csv", [], "line 3: "),
         ("", [], "cannot be read"),
     ):
