@@ -50,7 +50,7 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Build shards, print a summary and return 0. `vocab_size`: vocabulary of a tokenizer to train; None =
+    """Build shards, print a summary and return 0. `vocab_size`: for a tokenizer to be trained; None =
     VOCAB_SIZE. `overrides`: settings data.build.NAME=VALUE. Raise ConfigError if the input is unusable."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress

@@ -1,7 +1,7 @@
 """Resolve the configuration, devices, data and output directory of verbs that start runs.
 
-A measuring verb locks its output directory. It resumes an earlier call only if options, machine,
-versions and data are the same, because the results would not be comparable otherwise.
+A measuring verb locks its output directory. It resumes an earlier call only if options, machine, versions and
+data are the same, because the results would not be comparable otherwise.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace names of settings in a ConfigError that the block raises. `options`: setting -> option."""
+    """Replace settings with options in ConfigErrors raised in the block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -247,7 +247,7 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
-    Raise ConfigError for `option` if the directory is not writable or in use. `what`: kind of its user."""
+    Raise ConfigError for `option` if the directory is not writable or in use. `what`: noun for messages."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -317,8 +317,7 @@ class Output(Generic[P]):
 
     def begin_with(self, data_hash: str) -> dict[str, Any]:
         """Write the plan and environment.json. Return the fields of a result file that identify the machine,
-        the configuration and the data. Raise ConfigError if machine, versions or data differ from an
-        earlier call's."""
+        the configuration and the data. Raise ConfigError if machine, versions or data have changed."""
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))

@@ -155,7 +155,7 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
         is_near = not {"SYS", "NODE"} & set(links)
         findings.append(_finding(is_near, f"GPU links (nvidia-smi topo -m): {shown}", effect, fix))
     if off := "; ".join(f"{code} {pairs}" for code, pairs in transfers.items() if code != "OK"):
-        effect = "each transfer goes through the host's memory, or NCCL hangs"
+        effect = "each transfer goes through the host's memory, or NCCL may hang"
         fix = "disable ACS and the IOMMU in the BIOS, or set NCCL_P2P_DISABLE=1 to avoid the hang"
         findings.append(Finding("warn", f"P2P is off: {off}", effect, fix))
     return findings
@@ -221,8 +221,7 @@ def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.a
 
 
 def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
-    """Return the finding of a check without a result: a warning after a timeout, because the machine may only
-    be busy, else a failure."""
+    """Return the finding of a failed check. A timeout is only a warning, because the machine may be busy."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
         fix = "run `bert-dp doctor` again when the machine is idle"

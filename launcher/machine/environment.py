@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """Facts about this machine and the resources that this process may use, as in environment.json."""
+    """Facts about this machine and the resources usable by this process, as stored in environment.json."""
 
     date: str
     command: list[str]

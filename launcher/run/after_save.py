@@ -62,7 +62,7 @@ class AfterSave:
                         env={**os.environ, **child_environment()},
                     )
             except OSError as error:
-                self._log(f"warning: --after-save: {error}")
+                self._log(f"warning: the --after-save command cannot start: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
         """Return the newest checkpoint and its mtime (ns), or None. Saving it again changes the mtime."""

@@ -1,7 +1,7 @@
-"""Display a run that bert-dp's launcher did not start, and write its report, in a child process of rank 0.
+"""Display the progress of a run that bert-dp's launcher did not start, and write its report.
 
-Rank 0 starts `python -m launcher.run.follow RUN RANKS LOCAL_RANKS`. When rank 0 exits, the child's standard
-input closes."""
+Rank 0 starts `python -m launcher.run.follow RUN RANKS LOCAL_RANKS` as a child process. When rank 0 exits, the
+child's standard input closes."""
 
 import os
 import select

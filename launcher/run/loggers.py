@@ -37,7 +37,7 @@ WAIT_S = 0.02  # interval at which the launcher checks for exited children
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
 MLFLOW_PARAMS = 100  # maximum number of parameters in a request
-MLFLOW_CHARACTERS = 6000  # maximum length of a parameter; tags (MLflow allows 8000) share it
+MLFLOW_CHARACTERS = 6000  # maximum length of a parameter or a tag; MLflow allows tags of 8000
 # record file -> (prefix added to its keys, keys that are not sent)
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
@@ -48,7 +48,8 @@ class Loggers:
     """Context manager that sends a run's records to services. A child's errors do not affect the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """`log`: function that prints a line. `wait`: on exit, wait until everything is sent."""
+        """`log`: function that prints a line. `wait`: on exit, wait until everything is sent,
+        without a time limit."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
@@ -116,8 +117,7 @@ def incomplete(run_dir: Path, service: str, problem: str) -> str:
 
 
 def main(run_dir: Path, service: str) -> int:
-    """Send a run's records until standard input closes. Return 0, or INCOMPLETE after an exception, which is
-    logged."""
+    """Send a run's records until standard input closes. Return 0, or INCOMPLETE after a logged exception."""
     for number in files.STOP_SIGNALS:  # the launcher decides when this process exits
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # gives priority to the ranks

@@ -142,7 +142,7 @@ def _resolve(endpoint: str) -> tuple[str, int]:
 
 
 def _interface(name: str | None, address: str) -> str:
-    """Return `name` or the interface that routes to `address`. Raise ConfigError if it does not exist."""
+    """Return `name`, by default the interface that routes to `address`. Raise ConfigError if it is absent."""
     interfaces, here = psutil.net_if_addrs(), socket.gethostname()
     if name is None:
         try:

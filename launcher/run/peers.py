@@ -95,7 +95,7 @@ class Link:
             raise ConnectionError("closed")
         message = files.parse_json(line)
         if not isinstance(message, dict) or "kind" not in message:
-            raise ValueError("not a launcher's message")
+            raise ValueError("not a message of a launcher")
         return message
 
     def silent_s(self) -> float:
@@ -198,7 +198,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Coordinator:
-    """Coordinator of a multi-node run, on node 0. Keeps links to the members and their newest messages."""
+    """Coordinator of a multi-node run, on node 0. It keeps links to the members and their newest messages."""
 
     def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
         self.place, self._log, self._limit_s = place, log, limit_s
@@ -259,7 +259,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait for `is_done()`, at most for `seconds`, and return it. Issues or a lost node end the wait."""
+        """Wait until `is_done()`, an issue or a lost node, at most for `seconds`. Return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -462,7 +462,7 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
 
 
 class Member:
-    """Member on a node other than 0. Receives instructions from node 0 and reports on its own ranks."""
+    """Member on a node other than 0. It receives instructions from node 0 and reports on its own ranks."""
 
     def __init__(self, link: Link, run_dir: Path):
         self.link, self._run_dir = link, run_dir

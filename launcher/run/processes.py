@@ -30,7 +30,7 @@ from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2  # interval between checks of the ranks
-KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit, or to finish a save
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits for ranks to exit, or to finish a save
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval between checks
 ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
 
@@ -46,8 +46,8 @@ class RunOutcome:
 def stop_signals() -> Iterator[list[int]]:
     """Within the block, append stop signals to the yielded list instead of ending this process.
 
-    Signals within ONE_STOP_S of the first one are dropped. Signals that were ignored before, for example
-    because of nohup, stay ignored.
+    Drop signals within ONE_STOP_S of the first one. Signals that were ignored before, for example because of
+    nohup, stay ignored.
     """
     received: list[int] = []
     first_s = -math.inf
@@ -262,7 +262,7 @@ def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """List unfinished checkpoints: a rank is writing them or was killed while it did."""
+    """List unfinished checkpoints, which a rank is writing or was writing when it was killed."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
@@ -270,7 +270,7 @@ def _unfinished(run_dir: Path) -> set[Path]:
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
     """Complete rank 0's summary.json, or write one if rank 0 wrote none. `unknown`: the failure if `cause` is
-    None. `pending`: stop signals. A failure that has another cause is reported even if one is pending."""
+    None. Even if a stop signal is `pending`, a failure that has another cause is reported."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save

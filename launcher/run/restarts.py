@@ -103,8 +103,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Return the largest number of ranks that the batch allows without the killed rank and lost GPUs; `ranks`
-    if no number is allowed."""
+    """Return the largest number of ranks that divides the batch. Leave out a killed rank and lost GPUs. If
+    there is no such number, return `ranks`."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

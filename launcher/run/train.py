@@ -132,7 +132,8 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
 
 
 def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -> int:
-    """Run this node's ranks as node 0 instructs; return the run's exit code. Raise ConfigError if refused."""
+    """Start this node's ranks whenever node 0 requests it, and return the run's exit code. Raise ConfigError
+    if the run cannot start."""
     count, issues = 0, tuple[Issue, ...]()
     try:
         count = job.choose_ranks(nproc)

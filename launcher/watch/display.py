@@ -86,7 +86,7 @@ class Display:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], json.loads(line)]
                 if replaced:
-                    continue  # this step precedes the resumed one
+                    continue  # this line precedes the resume
                 now, hours = time.monotonic(), self._config.schedule.hours
                 self._left_s, self._line_s = eta_s(self._lines, hours), now
                 if self._bar is None or now - self._step_shown_s >= STEP_LINE_S:
@@ -99,7 +99,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show rank 0's activity on the progress bar; without a bar, print it after QUIET_S without output."""
+        """Show rank 0's activity on the progress bar or, if there is none, after QUIET_S without output."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return

@@ -62,7 +62,7 @@ SPARE = 0.1  # share of memory left free because the estimate omits, e.g., buffe
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """Exit of a worker. `code`: exit code, -N for signal N; None if its parent reaped it too early."""
+    """Exit of a worker. `code`: exit code, -N for signal N; None if unknown (its parent reaped it first)."""
 
     rank: int
     code: int | None
@@ -207,7 +207,7 @@ def crash_stack(text: str) -> list[str]:
 
 
 def read_end(path: Path) -> str:
-    """Read the last TAIL_BYTES of a log, but only since the last restart. Return "" if there is no log."""
+    """Read the end of a log: at most TAIL_BYTES, from the last restart on. Return "" if there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -297,7 +297,7 @@ def explain_memory(
 def suggest_micro_batch(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return two texts: the memory estimate per rank, and the largest smaller micro batch that fits.
+    """Return two texts: the memory estimate per rank, and a fix, the next smaller micro batch that fits.
 
     A micro batch fits if its estimate is at least 10 % (SPARE) below both `capacity_gib` and the estimate of
     the current micro batch, because a run may fail although its estimate is below the capacity.

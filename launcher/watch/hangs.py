@@ -24,7 +24,7 @@ from launcher.machine.environment import process_stat, read_text
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # maximum time counted between two polls; a longer gap means that this process was stopped
 ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
-REPORT_AT = 0.8  # evidence is collected at this share of the limit, so that the report meets the limit
+REPORT_AT = 0.8  # evidence is collected at this share of the limit, so that the report is in time
 PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without progress
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
@@ -121,7 +121,7 @@ class Watch:
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
     rank, are silent for hang_after_s and for 3 median steps. The limit is at least PATIENT_S while a rank's
-    stack shows compilation. For the silence of all ranks, it is also at least PATIENT_S while a rank is in a
+    stack shows compilation. If all ranks are silent, it is also at least PATIENT_S while one of them is in a
     PATIENT phase, and until the first step is done.
     """
 
@@ -299,7 +299,7 @@ def parse_stack(text: str) -> tuple[Frame, ...]:
 
 def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
     """Return (certainty, operation) of the wait that a stack shows. Certainty 2: the rank only waits; 1: it
-    may also be computing; 0 with "": the stack shows no wait."""
+    may also be computing; 0, with operation "": the stack shows no wait."""
     for frame in stack:
         for (path, function), answer in WAITS.items():
             if frame.path.endswith(path) and frame.function == function:
@@ -319,7 +319,8 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     """Find the ranks that block the others. Evidence in order of reliability: a stopped process, a frozen
     process, collectives not started, the position in the step, stacks.
 
-    A rank runs ahead of its GPU: its position counts queued work, its collectives show what the GPU started.
+    A rank runs ahead of its GPU. Therefore, its position includes queued work, whereas the states of its
+    collectives show which ones the GPU has started.
     """
     if stopped := [s for s in snapshots if s.stopped]:
         return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes the process")
