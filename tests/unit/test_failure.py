@@ -351,7 +351,11 @@ def test_host_memory_is_divided_between_the_ranks_of_a_node(run_dir: Path) -> No
 
 @pytest.mark.parametrize(
     ("oom_kills", "part"),
-    [(2, "because host memory ran out"), (0, "outside the run (the kernel counted no"), (None, "or by the kernel")],
+    [
+        (2, "because host memory ran out"),
+        (0, "outside the run (the kernel counted no"),
+        (None, "or by the kernel"),
+    ],
 )
 def test_kills_by_the_kernel_have_their_own_advice(run_dir: Path, oom_kills: int | None, part: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
