@@ -2,8 +2,8 @@
 
     python benchmarks/export_speed.py [--models crammed-rope,small-text] [--rows 'ours:*,...'] [--json FILE]
 
-The encoder is the one of `export --encoder` (last hidden states, no head). Its weights are random, which does
-not change the cost. Every sequence has the full length, and every program gets a padding mask of ones.
+The encoder is what `export --encoder` writes (last hidden states, no head). Its weights are random, which
+does not change the cost. Every sequence has the full length, and every program gets a padding mask of ones.
 
     ours          the model of bert_dp: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
     transformers  the files of `export hf` in AutoModel: eager; compiled (torch.compile, dynamic shapes)
@@ -12,9 +12,9 @@ not change the cost. Every sequence has the full length, and every program gets 
 
 A row is PROGRAM:MODE:PRECISION. A row is reported as absent if its package is not installed or the CPU does
 not support its precision. Each row runs in a separate process, on the same cores with the same number of
-threads, and glibc keeps freed memory in each. Rows alternate at every batch x length, in a new random order
-in each round, from a fixed seed. The first call of each row and point is not timed, except for points of more
-than 4,096 tokens.
+threads, and glibc keeps freed memory in each. A point is a batch size and a length. At every point the rows
+alternate, in a new random order in each round (fixed seed). The first call of a row at a point is not timed,
+unless the point has more than 4,096 tokens.
 
     load_s        time from the start of Python to a loaded model, including the import of its libraries
     first_s       time of the first call, with 3 sequences of different lengths; includes compilation
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     add("--lengths", default="32,128", help="tokens per sequence (default: %(default)s)")
     add("--batches", default="1,8,32,128", help="sequences per call (default: %(default)s)")
     add("--rounds", type=int, default=3)
-    add("--seconds", type=float, default=0.5, help="per row and point in a round, at least one call")
+    add("--seconds", type=float, default=0.5, help="seconds per row and point in a round (at least one call)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads and cores (default: all)")
     add("--seed", type=int, default=0, help="seed of the tokens and of the order of the rows")
     add("--quick", action="store_true", help="a tiny model, two rounds, only rows without a compiler")
@@ -138,7 +138,7 @@ def absent(row: str) -> str | None:
 
 
 def export_all(config: Config, scratch: Path, forms: Sequence[str]) -> turns.Prepared:
-    """Write SCRATCH/run, and SCRATCH/FORM for each form. The process makes no measurements."""
+    """Write SCRATCH/run, and SCRATCH/FORM for each form. This process makes no measurements."""
     from bert_dp.exporting.source import open_run
     from tests.runs_to_export import write_run
 

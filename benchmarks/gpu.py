@@ -54,7 +54,7 @@ RECIPE = (
     "eval.every_steps=0",
     "checkpoint.every_steps=0",
 )
-"""Settings over the shipped recipe: no batch ramp, and a global batch that all micro batches divide."""
+"""Overrides of the shipped recipe: no batch ramp, and a global batch that all micro batches divide."""
 
 
 def machine(place: Place) -> Found:
@@ -241,11 +241,11 @@ def optimizers(place: Place) -> Found:
 
 def scale(place: Place) -> Found:
     """Measure throughput, MFU and MAMFU of the engines. On one GPU, accelerate must be as fast as ddp. zero1
-    and fsdp have no limit, because fsdp copies all weights even on one GPU."""
+    and fsdp have no limit; fsdp copies all weights even on one GPU."""
     micro = 2 if place.short else tuned_micro(place, 64)
     engines, tensor = ("ddp" if place.short else "ddp,zero1,fsdp"), []
     if place.devices % 2 == 0 and not place.short:
-        tensor = ["--tensor", "1,2"]  # accelerate cannot divide a replica
+        tensor = ["--tensor", "1,2"]  # accelerate does not support tensor parallelism
     elif importlib.util.find_spec("accelerate") and not place.short:
         engines += ",accelerate"
     counts = "1" if place.short else ",".join(str(n) for n in sorted({1, place.devices}))
@@ -287,14 +287,14 @@ def trainer(place: Place) -> Found:
 
 
 def recipe(place: Place) -> list[str]:
-    """Return settings over crammed-bert for a run on the shards of `--data`, or else on the built-in text."""
+    """Return overrides of crammed-bert for a run on the shards of `--data`, or else on the built-in text."""
     vocabulary = 512 if place.short else 4096
     data = ["data.sources=[builtin]", "data.build.max_tokens_per_char=1", f"model.vocab_size={vocabulary}"]
     if place.data is not None:
         data = [f"data.path={place.data}"]
     if not place.short:
         return [*RECIPE, *data]
-    # the text determines the first two, the part determines the third
+    # `data` or --data determines the first two, the part of `make gpu` the third
     other = ("model.vocab_size", "data.sequence_length", "schedule.steps")
     return [*(item for item in TINY if not item.startswith(other)), "compile=off", *data]
 

@@ -1,4 +1,4 @@
-"""Fit the constants of launcher/plan/gpu_speed.py to published rows of one GPU, and print the fit's errors.
+"""Fit the constants of launcher/plan/gpu_speed.py to published single-GPU rows, and print the fit's errors.
 
 python benchmarks/gpu_speed.py          # errors of each source by a fit without its rows
 python benchmarks/gpu_speed.py --yaml   # constants for hardware.yaml
@@ -51,7 +51,7 @@ FUSED = (
 
 
 class Measured(NamedTuple):
-    """A published row of one GPU."""
+    """A published row for a single GPU."""
 
     row: Row
     step: GpuStep
@@ -70,7 +70,7 @@ def framework_class(name: str) -> str:
 
 
 def measured(row: Row) -> Measured | None:
-    """Convert a row. None if it has several GPUs or states no shapes."""
+    """Convert a published row; return None if it has several GPUs or states no shapes."""
     if row["gpus"] != "1" or row["model"] not in MODELS or not row["seq_len"].isdigit():
         return None
     precision = {"AMP": "fp16", "FP16": "fp16"}.get(row["precision"], row["precision"].lower())

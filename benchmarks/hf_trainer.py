@@ -7,11 +7,12 @@
     bert        transformers BertForMaskedLM of the same width, depth and feed-forward size
     modernbert  transformers ModernBertForMaskedLM of the same sizes, global attention
 
-The variants run one after the other, each on all ranks, on shards of `bert-dp data build`: with the same
-sequences, tokenizer and held-out text. The transformers models use DataCollatorForLanguageModeling at its
-default mask rate and run_mlm's linear schedule, with 10 % warmup and the peak learning rate and batches of
-bert-dp; a short run determines how many steps fit the time. Evaluations are not timed. The held-out loss of
-every variant is over the same sequences with the same positions masked at 15 % (bert_dp.tasks.mlm).
+The variants run one after the other, each on all ranks, on the same shards of `bert-dp data build`. They have
+the same sequences, tokenizer and held-out text. The transformers models use DataCollatorForLanguageModeling
+at its default mask rate and run_mlm's linear schedule, with 10 % warmup and the peak learning rate and
+batches of bert-dp; a short run determines how many steps fit the time. Evaluations are not timed. The
+held-out loss of every variant is measured on the same sequences, of which 15 % are masked at the same
+positions (bert_dp.tasks.mlm).
 """
 
 import argparse
@@ -144,7 +145,7 @@ def train_peer(o: argparse.Namespace) -> None:
     shards = Shards(path, manifest, "train")
 
     class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
-        """Training set in the form of the `datasets` library."""
+        """Training set as a map-style dataset, whose records have the field `input_ids`."""
 
         def __len__(self) -> int:
             return len(shards)

@@ -6,7 +6,7 @@ Needs root, iproute2 and two idle cores. Two network namespaces of this machine 
 rank on one core; tc (tbf) limits their link. A run on one rank gives the profile (`bert-dp scale --nproc 1`),
 and `bert-dp doctor` over both nodes gives the rate of the link. Then two nodes train at each accumulation,
 with gradients reduced in full precision and in bf16. Prints a row for each case. Exits with 1 if a prediction
-is more than 15 % off, or the measured rate is not 80 to 100 % of the link's.
+is more than 15 % off, or if the rate that doctor measures is not 80 to 100 % of the limit.
 """
 
 import json

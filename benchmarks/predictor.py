@@ -1,12 +1,13 @@
-"""Compare `bert-dp plan scaling` with published tables. Each series is calibrated on its smallest row only.
+"""Compare `bert-dp plan scaling` with published tables.
 
     python benchmarks/predictor.py [--rows FILE] [--verbose] [--sensitivity] [--leave-one-out] [--json FILE]
 
-The time of a micro batch comes from the base row. Links, memory and all constants come from
-launcher/plan/hardware.yaml. Every other row is predicted. Prints the error of the efficiency in points, by
-tier and source, with and without the rows that communication cannot explain (published_rows.DO_NOT_FIT); the
-rows with large errors; and the error of predicting efficiency 1 everywhere. --sensitivity varies the two
-constants. --leave-one-out chooses both for each source from all other sources.
+Each series is calibrated only on its row with the fewest GPUs, the base row, which gives the time of a micro
+batch. Links, memory and all constants come from launcher/plan/hardware.yaml. Every other row is predicted.
+Prints the error of the efficiency in points, by tier and source, with and without the rows that communication
+cannot explain (published_rows.DO_NOT_FIT); the rows with large errors; and the error of predicting efficiency
+1 everywhere. --sensitivity varies device_spread and overlap_gain. --leave-one-out chooses both for each
+source from all other sources.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def family(row: Row) -> str:
 
 
 def predict_all(rows: list[Row], constants: Constants) -> tuple[list[TrialOutcome], list[tuple[Row, str]]]:
-    """Return the outcomes of all rows except base rows, and the unpredictable rows with the reason."""
+    """Return the outcomes of all rows except base rows, and the unpredictable rows with their reasons."""
     done, refused = [], []
     for row in rows:
         if row["gpus"] == row["base_gpus"]:
@@ -80,7 +81,7 @@ def kept(outcomes: Sequence[TrialOutcome]) -> list[TrialOutcome]:
 
 
 def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return the headline errors for a grid of the two constants."""
+    """Return the headline errors for a grid of device_spread and overlap_gain."""
     return [
         {"device_spread": s, "overlap_gain": g, **errors(kept(predict_all(rows, Constants(s, g))[0]))}
         for s in SPREADS

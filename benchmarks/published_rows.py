@@ -1,7 +1,7 @@
-"""Convert rows of published BERT throughput to scenarios of the predictor, or give the reason why not.
+"""Convert rows of published BERT throughput to scenarios of the predictor, or state why that is impossible.
 
-Nothing is fitted. The columns of a row state the gradients and the links, and the sources cited in comments
-state how the framework reduces gradients.
+Nothing is fitted. The columns of a row describe the gradients and the links. The sources cited in comments
+describe how each framework reduces gradients.
 """
 
 import csv
@@ -213,9 +213,9 @@ def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
     """Return the seconds per step for the embedding's gradient in TensorFlow's own multi-worker strategy.
 
     TensorFlow combines the sparse gradient of the lookup and the dense gradient of the tied decoder into one
-    sparse fp32 gradient of V + tokens rows (eager/backprop.py), and does not all-reduce it. Over nodes, every
-    rank gathers all of them. Within a node, one GPU combines them and sends the result to each other GPU
-    (cross_device_ops.py: "efficient allreduce is not supported").
+    sparse fp32 gradient of V + tokens rows (eager/backprop.py), and does not all-reduce it. Across nodes,
+    every rank gathers the gradients of all ranks. Within a node, one GPU combines them and sends the result
+    to each other GPU (cross_device_ops.py: "efficient allreduce is not supported").
     """
     ranks = int(row["gpus"])
     if ranks == 1 or "MultiWorkerMirrored" not in row["framework"]:
@@ -228,8 +228,8 @@ def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
 
 
 def accumulation(row: Row) -> int:
-    """Return the accumulation. It is 1 if not stated, because the losses of such rows are proportional to the
-    bytes of the gradients."""
+    """Return the accumulation. It is 1 if not stated, because the lost time in such rows is proportional to
+    the bytes of the gradients."""
     return int(float(row["accum"] or 1))
 
 

@@ -16,8 +16,8 @@ uses bert_dp.training.loop.train_step and the `single` engine.
     matmul       no model: the matrix products of `ours`   see below
 
 `whole` is one torch.compile(model, dynamic=False) with default settings. Each variant runs in a separate
-process with the same environment, in which glibc keeps freed memory. Steps run one at a time, one per variant
-and round, in a new random order in each round, from a fixed seed. The first step, which includes compilation,
+process with the same environment, in which glibc keeps freed memory. Steps run one at a time: in each round,
+one per variant, in a new random order (fixed seed). The first step, which includes compilation,
 and --warmup further steps are not part of the timing; the time of the first step is shown.
 
 On a machine with other load, use --threads 1: ratios of CPU time (cpu_s) are then printed, which load does
@@ -161,7 +161,8 @@ def model_config(o: argparse.Namespace) -> Any:
 
 
 def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]]:
-    """Return (ids, labels), each [B, S] on the device, per micro batch. Token n has the weight 1 / n."""
+    """Return (ids, labels), each [B, S] on the device, per micro batch. The probability of token n is
+    proportional to 1 / n."""
     import torch
 
     generator = torch.Generator().manual_seed(o.seed * 1_000_003 + step)

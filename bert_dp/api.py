@@ -35,7 +35,7 @@ Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
 ERROR, FAILED = "error: ", "failed: "  # prefixes of lines that report bad input or a failure
-# notebooks set FORCE_COLOR, with which progress bars are drawn as on a terminal
+# notebooks set FORCE_COLOR, which would draw progress bars as on a terminal
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 
@@ -114,7 +114,8 @@ def train(
     sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a checkpoint;
     a second interrupt stops them immediately. If this process is killed, the run stops.
 
-    Raises ConfigError with every issue if the input is bad, TrainingFailed or KeyboardInterrupt.
+    Raises ConfigError with every issue if the input is bad, TrainingFailed if the run fails, and
+    KeyboardInterrupt after an interrupt.
     """
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
     options = {"nproc": nproc, "launcher": launcher, "run_dir": directory, "resume": os.fspath(resume)}
@@ -197,9 +198,9 @@ def export(
 def build_data(
     sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
 ) -> Result:
-    """Build token shards from the texts in `sources`, and write them to the directory `out`; `results`
-    contains the manifest. `settings`: data.build settings with full names. `options`: those of `bert-dp
-    data build`. Raises ConfigError and RuntimeError."""
+    """Build token shards from the texts in `sources`, and write them to the directory `out`. `results`
+    contains the manifest. `settings`: those of data.build, with full names. `options`: those of `bert-dp data
+    build`. Raises ConfigError and RuntimeError."""
     _run_verb(_arguments("data build", _path_list(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 

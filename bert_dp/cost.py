@@ -10,8 +10,8 @@ from bert_dp.config.engines import optimizer_facts
 
 GIB = 2**30
 
-# Peak FLOP/s of dense matrix products, by part of the device name and by precision, from the vendors' data
-# sheets. The first match applies, so longer names come first. MFU is null for unlisted devices.
+# (part of the device name, {precision: peak FLOP/s of dense matrix products}), from the vendors' data sheets.
+# The first match applies, so longer names come first. MFU is null for unlisted devices.
 PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
     ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}),
@@ -43,7 +43,7 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
     norm = h * (2 if model.norm == "layernorm" and model.norm_bias else 1)
     count = linear_parameters(model)
     if model.bias:
-        count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, output; Wi; Wo
+        count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, output, Wi, Wo
     norms = 2 * layers - (0 if model.first_attention_norm else 1) + 1  # in the blocks and after the embedding
     norms += model.norm_position == "pre"  # final norm
     count += model.vocab_size * h + norms * norm + model.token_types * h
@@ -69,9 +69,9 @@ def linear_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) -> float:
     """Return the model FLOPs per token of the matrix products in a forward and a backward pass.
 
-    Formula: 6 N_linear + 12 L S H + 6 H (V + H) p, where p is the share of predicted positions. Without a
-    dense head, V replaces V + H. Recomputation is excluded. Reference value: 622.9e6 for Crammed BERT with
-    sequence length S = 128 and mask rate 0.25.
+    Formula: 6 N_linear + 12 L S H + 6 H (V + H) p for L layers, sequence length S, hidden size H, vocabulary
+    size V and share p of predicted positions. Without a dense head, V replaces V + H. Recomputation does not
+    count. Reference value: 622.9e6 for Crammed BERT with S = 128 and mask rate 0.25.
     """
     h = model.hidden_size
     predicted = num_masked(mask_rate, sequence_length) / sequence_length
@@ -95,7 +95,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
 
     Weights, gradients and optimizer state are as in arXiv 1910.02054, divided by the number of shards.
     fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
-    whole gradients between micro batches. The estimate does not depend on the device; see `rank_memory_gib`.
+    whole gradients between micro batches. `rank_memory_gib` adds the parts that depend on the device.
     """
     model, parallel = config.model, config.parallel
     wide, narrow = _widths(precision)
@@ -131,7 +131,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
 # constants of CPU ranks, from the peak resident set of short runs of quickstart and small-text (micro batch
 # sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # (heap fragmentation (glibc) + scratch memory of kernels) / memory of one micro batch
+HEAP_SHARE = 0.5  # (glibc heap fragmentation + scratch memory of kernels) / memory of one micro batch
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
@@ -168,7 +168,7 @@ def _moments(config: Config, parameters: float) -> float:
 
 
 def _widths(precision: str) -> tuple[int, int]:
-    """Return the bytes per value of the parameters and of the autocast dtype."""
+    """Return the bytes per parameter and the bytes per value of the autocast dtype."""
     return (8 if precision == "fp64" else 4), {"fp32": 4, "fp64": 8}.get(precision, 2)
 
 
@@ -199,7 +199,7 @@ ITERATIONS = 40  # limit of Newton's method; about ten suffice
 
 @functools.cache
 def student(degrees: int, level: float = 0.95) -> float:
-    """Return the quantile t of Student's distribution with `degrees` of freedom: P(|T| <= t) = level.
+    """Return the t of Student's distribution with P(|T| <= t) = level, for `degrees` degrees of freedom.
 
     With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
     Gauss-Legendre integral is concave in theta, so Newton's method converges monotonically from 0.

@@ -8,7 +8,7 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# learning rate of the untuned LAMB rule for batch sizes from 512 to 32,768 (arXiv 1904.00962, table 2)
+# untuned LAMB: lr = UNTUNED_LR sqrt(batch / UNTUNED_BATCH), batch 512 to 32,768 (arXiv 1904.00962, table 2)
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
 
@@ -37,8 +37,8 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Compute the gradient accumulation that gives the configured global batch on `world_size` ranks. Raises
-    ConfigError if settings conflict or no whole number gives it; hints name the nearest sizes."""
+    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict or if the global
+    batch is not a multiple of micro_size x dp; the hint then names the nearest sizes."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -71,8 +71,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return the share of the budget that is spent, f in [0, 1]. with_budget must have converted any epochs.
-    `spent`: seconds if the budget is in hours; share of the budget if it is in dollars or kWh."""
+    """Return the spent share of the budget, in [0, 1]. with_budget must have converted a budget in epochs.
+    `spent`: elapsed seconds if the budget is in hours; spent share if it is in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -84,8 +84,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Return the configuration with a budget in epochs (of `num_samples` samples each) converted to tokens
-    or, for finetuning, to whole steps, because examples differ in length."""
+    """Return the configuration with a budget in epochs converted to tokens. Labelled examples differ in
+    length, so their budget is converted to whole steps instead. `num_samples`: samples per epoch."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -97,7 +97,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the number of sequences in the step that starts at `progress`, with the batch ramp applied."""
+    """Return the number of sequences in the step that starts at the budget share `progress`."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -111,9 +111,9 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Compute the peak learning rate of a run; return it with its equation. `lr: auto` selects the untuned
-    LAMB rule. `lr_scaling: sqrt` keeps the noise per sample constant for Adam, LAMB and Muon updates (arXiv
-    2205.10287); `linear` is the rule for plain SGD (arXiv 1706.02677)."""
+    """Return the peak learning rate of a run and the equation that gives it. `lr: auto` selects the untuned
+    LAMB rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon: it keeps their
+    update noise per sample constant. `linear` is the rule for plain SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

@@ -16,8 +16,8 @@ from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import Config, FinetuneConfig, ModelConfig, OnlyWith, divisors, nearest_divisors
 
 Kind = Literal["mlm", "classifier", "encoder"]
-"""Kind of exported model: with the masked-token head, the classification head, or without a head."""
-BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags as in /proc/cpuinfo
+"""Kind of exported model. mlm and classifier include their head; encoder has no head."""
+BF16_UNITS = ("amx_bf16", "avx512_bf16")  # names of CPU flags in /proc/cpuinfo
 
 
 def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
@@ -76,8 +76,8 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
 
 
 def rank_sets(config: Config, world_size: int) -> dict[str, int]:
-    """Return, for each setting, the number of consecutive ranks that must share a node. Ranks of one replica
-    communicate in every layer; ranks that shard weights communicate in every block."""
+    """Return {setting: number of consecutive ranks that must share a node}. These ranks communicate in every
+    layer, because each of them has a part of the same weights."""
     parallel = config.parallel
     sets = {"parallel.tensor": parallel.tensor}
     if "fsdp_replicas" in engine_facts(parallel.engine).settings and parallel.fsdp_replicas > 1:
@@ -86,8 +86,8 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find sets of ranks that are spread over several nodes; return at most one issue per setting. `nodes`:
-    node name of each rank; messages show only the part before a slash. `sets`: see rank_sets."""
+    """Return an issue for each setting whose ranks must share a node but are on several. `nodes`: node name
+    of each rank; messages omit everything after a slash. `sets`: result of rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -95,8 +95,8 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
             if len(over) > 1:
                 ranks = ", ".join(map(str, range(first, first + size)))
                 hosts = ", ".join(node.partition("/")[0] for node in over)
-                message = f"sets of {size} ranks must share a node; ranks {ranks} are spread over {hosts}"
-                hint = f"start a multiple of {size} ranks on each node, with consecutive numbers per node"
+                message = f"every {size} consecutive ranks must share a node; ranks {ranks} are on {hosts}"
+                hint = f"start a multiple of {size} ranks on each node, numbered consecutively"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
     return issues
@@ -136,7 +136,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     count, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and count < 1 + (kind == "single_label"):
         hint = "list the labels, or use `bert-dp finetune`, which reads them from the data"
-        yield Issue("finetune.labels", "missing", f"{kind} needs more than {count} labels", count, hint=hint)
+        yield Issue("finetune.labels", "missing", f"{count} labels are too few for {kind}", count, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
         yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
@@ -145,7 +145,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     except ConfigError as error:
         yield from error.issues
     for path, reason, hint in (
-        ("batch.ramp_fraction", "examples are sorted by length in global batches of constant size", "use 0"),
+        ("batch.ramp_fraction", "global batches of examples have a constant size", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
@@ -211,7 +211,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that differ from a saved configuration but must not change when its run resumes."""
     free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
-        Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
+        Issue(key, "conflict", f"{after!r}, but the run has {before!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
         if key not in free and key.partition(".")[0] not in free
     ]
@@ -228,8 +228,8 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings whose change from `old`, the weights' configuration, makes the weights unusable. Equal
-    shapes do not suffice: with another number of heads, weights load but give wrong outputs."""
+    """Find settings that must equal `old`, the configuration with which the weights were trained, but do not.
+    Equal shapes do not suffice: with another number of heads, weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]
@@ -239,7 +239,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
         fixed.append("optim.name")
     issues = []
     if (own := old.get("task")) != new.task:
-        message = f"it was trained with task: {_yaml_word(own)}"
+        message = f"its weights were trained with task: {_yaml_word(own)}"
         issues.append(Issue("run.init_from", "conflict", message, source, "task", "choose another run"))
     for name in fixed:
         if (was := before.get(name)) != after[name]:
@@ -250,7 +250,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to values by `key.key`."""
+    """Flatten nested mappings to one mapping with keys such as `a.b`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{above}{key}"
@@ -266,7 +266,7 @@ _CLASSES = {
     ("learned", "layernorm", "pre"): "RobertaPreLayerNorm",
     ("learned", "layernorm", "post"): "BERT",
 }
-# setting -> the only value that the transformers class supports
+# transformers class -> {`model` setting: the only value that the class supports}
 _FIXED: dict[str, dict[str, Any]] = {
     "ModernBERT": {"mlp": "geglu", "first_attention_norm": False, "token_types": 0},
     "EuroBERT": {"mlp": "geglu", "first_attention_norm": True, "token_types": 0, "local_attention": 0},
@@ -277,14 +277,14 @@ _USE_ONNX = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the transformers architecture with the same positions and norms as the model, or None."""
+    """Return the transformers architecture with the positions and norms of the model, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
 
 def finetuned_head(model: ModelConfig, finetune: FinetuneConfig) -> str:
-    """Return the kind of classification head: "recipe", or the transformers architecture that defines it.
-    Raises ConfigError for finetune.head: native if the model has no transformers class."""
+    """Return the kind of classification head: "recipe", or the transformers architecture that defines the
+    head. Raises ConfigError for finetune.head: native if no transformers architecture matches the model."""
     name = native_class(model)
     if finetune.head == "native" and name is None:
         other = f"model.position: {model.position} with model.norm: {model.norm}"
@@ -294,7 +294,7 @@ def finetuned_head(model: ModelConfig, finetune: FinetuneConfig) -> str:
 
 
 def native_issues(config: Config, kind: Kind) -> list[Issue]:
-    """Find settings that no transformers class supports."""
+    """Find settings that prevent an export to a transformers class."""
     model, finetune = config.model, config.finetune
     name = native_class(model)
     if model.lstm_size:
@@ -324,9 +324,9 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
 
 
 def export_formats(config: Config) -> str:
-    """Describe the export formats of a run and name the settings that transformers does not support."""
+    """Describe the export formats of a run, and name the settings that no transformers class supports."""
     if config.task is not None:
-        return "none: its model belongs to a custom task"
+        return "none, because the model belongs to a custom task"
     if config.model.lstm_size:
         return "ONNX"
     name, graphs = native_class(config.model), "ONNX, AOTInductor"
@@ -334,14 +334,15 @@ def export_formats(config: Config) -> str:
         return f"transformers {name}, {graphs}"
     if not native_issues(config, "encoder"):
         graphs += f", transformers {name} without the head"
-    return f"{graphs}; transformers has no class for {', '.join(issue.setting for issue in issues)}"
+    return f"{graphs}; no transformers class supports {', '.join(issue.setting for issue in issues)}"
 
 
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Return `setting`; if it is auto, the checkpoint's precision `kept`, else bf16 if all devices have bf16
-    matrix products (`has_bf16`) and all `engines` support bf16, else fp16 on a GPU and fp32 on a CPU."""
+    """Return the precision that `setting` selects. auto keeps `kept`, a checkpoint's precision. Without one,
+    it selects bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs or fp32 on
+    CPUs."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -352,8 +353,8 @@ def decide_precision(
 
 
 def cpu_field(name: str, root: Path = Path("/")) -> str:
-    """Read the first value of a field in /proc/cpuinfo ("flags", "vendor_id", "model name"); return "" if
-    there is none. `root`: the parent directory of proc/."""
+    """Return the first value of a field in /proc/cpuinfo, such as "flags" or "model name"; "" if there is
+    none. `root`: the directory that contains proc/."""
     text = ""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -362,7 +363,7 @@ def cpu_field(name: str, root: Path = Path("/")) -> str:
 
 
 def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the BF16_UNITS of this machine's CPU; () if there are none or /proc/cpuinfo is missing."""
+    """Return those of BF16_UNITS that this machine's CPU has; () if /proc/cpuinfo is missing."""
     flags = cpu_field("flags", root).split()
     return tuple(unit for unit in BF16_UNITS if unit in flags)
 
@@ -379,7 +380,7 @@ class ProfilePlan:
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's options, without ranks that do not exist after a restart with fewer ranks."""
+        """Return the worker's command-line options. Ranks that do not exist after a restart are left out."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
@@ -389,7 +390,7 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
     span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     first, end = (int(span[1]), int(span[2])) if span else (0, 0)
     if not 1 <= first < end:
-        message, hint = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END", "10:13 means 10, 11, 12"
+        message, hint = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END", "10:13 means steps 10 to 12"
         raise ConfigError([Issue("--profile", "wrong_type", message, hint=hint)])
     if re.fullmatch(r"\d{1,12}(,\d{1,12})*", ranks.replace(" ", "")) is None:
         message = f"{ranks[:40]!a} is not a list of ranks such as 0,1"
@@ -398,8 +399,8 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
-    """Find profiled steps and ranks that a run does not have. `steps`: last step of the run; None = unknown.
-    `done`: last step before this start."""
+    """Find steps and ranks in `plan` that the run does not have. `steps`: last step of the run; None =
+    unknown. `done`: last step that earlier starts completed."""
     issues = []
     if steps is not None and plan.last > steps:
         message, hint = f"step {plan.last} is after the last step ({steps})", f"use END <= {steps + 1}"

@@ -17,7 +17,7 @@ class EngineFacts:
     """Properties of an engine; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """State that is sharded over the replicas; with `stages`, only the first `parallel.zero_stage` items."""
+    """State that is sharded over the replicas; if `stages` is true, only the first `zero_stage` items."""
     stages: bool = False
     """True if `parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
@@ -25,26 +25,26 @@ class EngineFacts:
     min_ranks: int = 1
     max_ranks: int | None = None
     tensor: bool = False
-    """The engine can be combined with tensor parallelism."""
+    """True if the engine can be combined with tensor parallelism."""
     whole_tensors: bool = True
-    """The optimizer receives whole tensors, as Muon requires."""
+    """True if the optimizer receives whole tensors, as Muon requires."""
     flattens: bool = False
-    """Sharded optimizer state is one flat vector, which hides the tensor norms that LAMB needs."""
+    """True if sharded optimizer state is one flat vector, which hides the tensor norms that LAMB needs."""
     refused_precisions: tuple[str, ...] = ()
     noise_scale: bool = False
-    """The engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
+    """True if the engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
     waits_in_forward: bool = False
-    """Ranks wait for each other during forward and backward, so a rank's own compute time is unknown."""
+    """True if ranks wait for each other in forward and backward, so that a rank's compute time is unknown."""
     master_copy: bool = False
-    """The owner of an optimizer shard keeps a separate copy of its weights (ZeRO stages 1 and 2)."""
+    """True if the owner of an optimizer shard keeps a second copy of its weights (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
-    """Gradients stay whole between the micro batches of a step and are sharded at the end of the step."""
+    """True if gradients stay whole between the micro batches of a step and are sharded at its end."""
     package: str | None = None
     """Package that the engine wraps; its extra in pyproject.toml has the same name."""
     benchmarked: bool = True
-    """`scale --engines` accepts the engine."""
+    """True if `scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """Functions that only wait for a collective: (end of the file's path, function) -> collective."""
+    """(end of a file's path, function that only waits for a collective) -> name of the collective."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -115,9 +115,9 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data that an update needs in addition to the elements of its shard."""
+    """Data that the update of a shard needs in addition to the shard's own values."""
     matrix_moments: int = 2
-    """Optimizer state values per element of a matrix in a block; every other element has 2."""
+    """State values per parameter in the matrices of blocks. Every other parameter has 2 state values."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {

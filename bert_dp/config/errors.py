@@ -1,5 +1,5 @@
-"""Define Issue (a problem with a setting, option, file or package) and ConfigError, and read untrusted files,
-which must be regular and of limited size; each of their problems becomes one line."""
+"""Define ConfigError and Issue, a problem with a setting, option, file or package. Read untrusted files,
+which must be regular and of limited size, and describe each of their problems in one line."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-MAX_JSON_BYTES = 2**28  # maximum size of a JSON file; the manifest of 4 GB of shards has 20 KB
+MAX_JSON_BYTES = 2**28  # maximum size of a JSON file; the manifest of 4 GB of shards takes 20 KB
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -55,7 +55,7 @@ class Issue:
         return f"{line}; {self.hint}" if self.hint else line
 
     def within(self, outer: str) -> Self:
-        """Return the issue as a problem of `outer`, the setting or file that contains the issue's setting."""
+        """Return the issue with the setting `outer`, and with its own setting at the start of the message."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
 
@@ -79,7 +79,8 @@ class ConfigError(ValueError):
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import an optional package for `what`, a setting or `setting: use`. Raises ConfigError."""
+    """Import and return an optional module. Raises ConfigError, with a command that installs `extra`, if its
+    package is missing. `what`: the setting that needs the package, or `setting: use`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -90,8 +91,8 @@ def require(module: str, extra: str, what: str) -> Any:
 
 
 def install_command(extra: str) -> str:
-    """Return a command such as `pip install 'rensa>=0.5'` that installs the requirements of an extra in
-    pyproject.toml or, if bert-dp itself is not installed, the package with the name of the extra."""
+    """Return a command that installs the requirements of an extra, such as `pip install 'rensa>=0.5'`. If
+    bert-dp itself is not installed, the command installs the package with the name of the extra."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
@@ -104,13 +105,13 @@ def install_command(extra: str) -> str:
 
 
 class StoredModel(BaseModel):
-    """Base class of stored data. Numbers are finite and strictly typed; unknown keys are ignored."""
+    """Base class of stored data. Types are strict, numbers are finite, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Return one line for each of the first eight problems of a file: key, problem and scalar value."""
+    """Return a line with key, problem and any scalar value for each of the first eight problems of a file."""
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
@@ -123,8 +124,8 @@ def problem_lines(error: ValidationError) -> list[str]:
 
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
-    """Convert an OSError, ValueError or RecursionError from reading a file to ConfigError. `setting`: option
-    or file. `what`: the file, or a part of the file, if `setting` does not name it."""
+    """Convert an error from reading a file (OSError, ValueError, RecursionError) to ConfigError. `setting`:
+    option or file. `what`: the file, or a part of the file, if `setting` does not name it."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:
@@ -145,11 +146,11 @@ def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file of at most `most_bytes`. Raises OSError for a larger file, an invalid path, and a
-    pipe or device, whose content may be endless."""
+    """Read a regular file of at most `most_bytes`. Raises OSError if the path is invalid, or if the file is
+    larger, a pipe or a device; pipes and devices may be endless."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    except ValueError as error:  # a path with a NUL, or not in UTF-8
+    except ValueError as error:  # the path contains a NUL or is not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with file:
         status = os.fstat(file.fileno())

@@ -70,7 +70,7 @@ THETAS = {
     "full_attention": ("rope_theta", "global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", "local_rope_theta", 10_000.0),
 }
-"""Kind of layer -> (`model` setting, field before transformers 5, default)."""
+"""Kind of layer -> (`model` setting, field of config.json before transformers 5, its default)."""
 ROBERTAS = ("roberta", "roberta-prelayernorm")  # position ids start at the padding token's id + 1
 FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
@@ -113,7 +113,7 @@ def read_hf(directory: Path) -> HfEncoder:
             raise ValueError("is not a JSON object")
     family = settings.get("model_type")
     if family not in FAMILIES:
-        reason = "its norm is folded into the token embedding" if family == "eurobert" else "not supported"
+        reason = "its embedding norm cannot be recovered" if family == "eurobert" else "not supported"
         message = f"{directory}: model_type is {family!r:.80}: {reason}; supported are {', '.join(FAMILIES)}"
         raise ConfigError([Issue("run.init_from", "unsupported", message, family)])
     try:
@@ -121,7 +121,7 @@ def read_hf(directory: Path) -> HfEncoder:
         model = _modernbert(settings) if is_modern else _bert(settings, family)
         problems = list(_unsupported(settings, is_modern))
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        message = f"{directory}: config.json does not describe a {family} ({error!r:.200})"
+        message = f"{directory}: config.json does not describe a {family} model ({error!r:.200})"
         raise ConfigError([Issue("run.init_from", "damaged", message, str(directory))]) from None
     if not (directory / WEIGHTS).is_file():
         problems.append(f"no {WEIGHTS}")
@@ -173,12 +173,12 @@ def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _global_every(kinds: list[str]) -> int:
-    """Return the distance from the first layer, which is global, to the next global layer."""
+    """Return the distance, in layers, from the first layer, which is global, to the next global layer."""
     return kinds.index("full_attention", 1) if "full_attention" in kinds[1:] else len(kinds)
 
 
 def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
-    """Yield a message for each property in config.json that bert-dp does not support."""
+    """Yield a message for each value in config.json that bert-dp does not support."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
             yield f"{name} is {value!r:.80}, but bert-dp supports only {only}"
@@ -209,7 +209,7 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
     for name, value in encoder.model.items():
         if (given := getattr(config.model, name)) != value and name not in free:
             message = f"{given}, but {directory} has {value}"
-            hint = "omit the setting; config.json supplies it"
+            hint = "omit the setting, because config.json supplies it"
             issues.append(Issue(f"model.{name}", "conflict", message, given, "run.init_from", hint))
     if not own_head and encoder.head_bias != config.model.bias:
         reason = "classifier_bias differs from attention_bias, but bert-dp has one setting for both"
@@ -239,7 +239,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the run's tokenizer hash from export.json, or None. The exported tokenizer may have another."""
+    """Return the hash of the run's tokenizer from export.json, or None. The exported one may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -1,8 +1,8 @@
 """Read a Config from YAML files and overrides (`a.b=value`), and report every problem at once.
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
-override `optim.lr=2e-3`, the run uses 2e-3. Two groups are exclusive (the budgets of `schedule`; `data.path`
-and `data.sources`): a setting replaces its group at lower levels; two of a group at one level are an error.
+override `optim.lr=2e-3`, the run uses 2e-3. Budgets of `schedule` exclude each other, as do `data.path` and
+`data.sources`: a setting replaces the others at lower levels, but two of them at one level are an error.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from bert_dp.config.schema import BUDGETS, CODE, Config, ModelConfig, all_settin
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
-MAX_SHOWN = 200  # maximum characters of a value in a message
+MAX_SHOWN = 200  # maximum number of characters of a value in a message
 _SYNONYMS = """
 learning_rate max_lr peak_lr base_lr: optim.lr
 optimizer: optim.name
@@ -64,7 +64,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     for names, settings in (row.split(": ") for row in _SYNONYMS.strip().splitlines())
     for name in names.split()
 }
-"""Name of a setting in other programs -> settings of bert-dp."""
+"""Name of a setting in other programs -> settings of bert-dp with a similar meaning."""
 _KINDS: Mapping[str, IssueKind] = {
     "missing": "missing",
     "literal_error": "unknown",
@@ -79,9 +79,9 @@ _KINDS: Mapping[str, IssueKind] = {
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Merge defaults, a YAML file and overrides (`a.b=value`, with the value in YAML). If run.init_from is
-    hf:DIR, DIR supplies the model settings and the tokenizer that are not set elsewhere. Raises ConfigError
-    with every problem, each with the full path of the setting and a suggestion."""
+    """Return the configuration from defaults, a YAML file and overrides (`a.b=value`, with the value in
+    YAML). If run.init_from is hf:DIR, DIR supplies the model settings and the tokenizer, unless they are set.
+    Raises ConfigError with every problem."""
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
@@ -113,18 +113,18 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """Find the file `name` (relative to `folder`), else the shipped configuration. Raises ConfigError."""
+    """Return the path of file `name` in `folder`, or else of a shipped configuration. Raises ConfigError."""
     if not name:
         hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
     path = folder / Path(name).expanduser()
-    if path.exists() and not path.is_dir():  # a run directory may have the name of a configuration
+    if path.exists() and not path.is_dir():  # a directory may have the name of a configuration
         return path
     names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
     plain = Path(name)
     if plain.parent.name in ("", "configs") and plain.stem in names:
         return shipped_configs() / f"{plain.stem}.yaml"
-    if path.exists():  # a directory, which the reader refuses
+    if path.exists():  # a directory, which cannot be read as a file
         return path
     message = f"no such file or shipped configuration ({', '.join(names)})"
     similar = _did_you_mean(difflib.get_close_matches(plain.stem, names, n=1))
@@ -180,7 +180,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """Return a dotted `key`'s section, created if missing, and the key's last part. Raises ValueError."""
+    """Return the section of `key`, created if missing, and the last part of `key`. Raises ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > 16:  # no setting has more than three
         raise ValueError(f"no setting has {len(parents) + 1} parts")
@@ -238,7 +238,7 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Loader for YAML 1.2 scalars. It refuses duplicate keys, and aliases, which may expand without limit."""
+    """Loader for YAML 1.2 scalars that rejects duplicate keys and aliases, which may expand without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):

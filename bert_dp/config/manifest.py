@@ -17,7 +17,7 @@ TOKEN_BYTES = 2
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
-WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # shares of lost letters or unknown tokens in a source
+WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # SourceFile.loss above which a source causes a warning or an error
 ANY_LANGUAGE = (
     "for text in any language, set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
     "data.build.max_tokens_per_char=0"
@@ -65,7 +65,7 @@ class SourceFile(StoredModel):
     sha256: str
     documents: Count
     letters: Count
-    """Characters of Unicode category L in all documents, including dropped ones."""
+    """Number of characters of Unicode category L in all documents, including dropped documents."""
     lost_letters: Count
     """Letters that the normalizer drops or that are part of an unknown token."""
     tokens: Count
@@ -97,7 +97,7 @@ class BuildRecord(BuildConfig):
 
     sequence_length: int | None = None
     vocab_size: int | None = None
-    """Size of the tokenizer to train, and upper limit for a given tokenizer."""
+    """Vocabulary size of the tokenizer to train; maximum for a given tokenizer."""
     tokenizer_sha256: str | None = None
     """Hash of the given tokenizer; null if one was trained."""
 
@@ -172,7 +172,7 @@ class Manifest(HashedFile):
         return issues
 
     def with_build(self, config: Config) -> Config:
-        """Return the configuration with the build settings recorded in the shards."""
+        """Return the configuration with data.build replaced by the build settings of the shards."""
         build = BuildConfig(**{name: getattr(self.build, name) for name in BuildConfig.model_fields})
         return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
 
@@ -198,7 +198,7 @@ class Manifest(HashedFile):
 
 
 def lost_words(lost: int, letters: int) -> str:
-    """Return a phrase with the share and number of lost letters in a source."""
+    """Describe the share and number of lost letters in a source."""
     return f"{lost / max(1, letters):.1%} of its letters are lost ({lost:,} of {letters:,})"
 
 
@@ -251,17 +251,17 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
             raise ConfigError([Issue(str(path), "unsupported", message, hint=model.hint)])
         expected, actual = content.get("hash"), manifest_hash(content)
         if expected != actual:
-            raise ValueError(f"expected hash {str(expected)[:16]}, found {actual[:16]}: edited or truncated")
+            raise ValueError(f"edited or truncated: expected hash {str(expected)[:16]}, found {actual[:16]}")
         return model.model_validate(content)
 
 
 def format_of(model: type[HashedFile]) -> list[Any]:
-    """Return the [format, version] of a model's files."""
+    """Return the [format, version] of the files that `model` describes."""
     return [get_args(model.model_fields[name].annotation)[0] for name in ("format", "version")]
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with the format and version of the model's files, and with its hash."""
+    """Return `content` with the keys format, version and hash of the files that `model` describes."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -287,26 +287,26 @@ class ExampleSplit(StoredModel):
     examples: int = Field(ge=1, lt=2**63)
     tokens: Count
     truncated: Count
-    """Examples longer than the sequence length."""
+    """Number of examples that were truncated to the sequence length."""
     has_labels: bool
     in_train: Count | None
-    """Examples whose texts also occur in train, ignoring case and white space; null for train itself."""
+    """Number of examples whose texts also occur in train, ignoring case and white space; null for train."""
     baseline: dict[Metric, float | None] | None
     """Metrics of always predicting train's most frequent label or mean score. null for train itself and for
     splits without labels; a metric is null if it is undefined for a constant."""
     left_out: Count
-    """Invalid rows of the file, which were skipped."""
+    """Number of invalid rows in the file, which were skipped."""
     letters: Count
     lost_letters: Count
     """Letters that the normalizer drops or that are part of an unknown token."""
     without_tokens: Count
-    """Examples in which at least one text has no tokens."""
+    """Number of examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Augmented copies of other examples, whose labels they have; they are at the end of the split."""
+    """Number of augmented copies, which are at the end of the split and have their originals' labels."""
 
 
 class SpecialTokens(StoredModel):
-    """Ids of the tokens that frame and pad an example."""
+    """Ids of the padding token, and of the tokens that start and separate the texts of an example."""
 
     pad: Count
     cls: Count
@@ -324,11 +324,11 @@ class ExamplesManifest(HashedFile):
     """Name of a GLUE task, such as "RTE"; "own" for other data."""
     kind: LabelKind
     labels: list[str] = Field(max_length=MAX_LABELS)
-    """Names in the order of the model's outputs; empty for regression."""
+    """Label names in the order of the model's outputs; empty for regression."""
     pair: bool = False
-    """Each example consists of two texts."""
+    """True if each example consists of two texts."""
     metrics: list[Metric] = Field(min_length=1)
-    """Searches optimize the first metric."""
+    """Metrics to compute. Searches optimize the first one."""
     sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
     """Maximum tokens per example; longer examples were truncated."""
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
@@ -353,7 +353,7 @@ class ExamplesManifest(HashedFile):
         if TRAIN not in self.splits:
             raise ValueError("splits: train is missing")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
-            raise ValueError(f"labels: {len(names)} labels do not fit {self.kind}, or one occurs twice")
+            raise ValueError(f"labels: {len(names)} labels do not fit {self.kind}, or a label occurs twice")
         if too_large:
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
@@ -406,5 +406,5 @@ def read_examples(directory: Path) -> ExamplesManifest:
 
 
 def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
-    """Read the manifest of the kind of data that the objective needs. Raises ConfigError."""
+    """Read the manifest of the shards or examples that the objective needs. Raises ConfigError."""
     return read_examples(directory) if config.has_examples else read_manifest(directory)

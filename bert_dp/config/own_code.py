@@ -1,4 +1,4 @@
-"""Find, check, hash and load custom code: `FILE.py:function` as `task` or `optim.name`. Torch-free."""
+"""Find, check, hash and load custom code, which settings specify as `FILE.py:function`. Torch-free."""
 
 import ast
 import importlib.util
@@ -14,13 +14,13 @@ MAX_CODE_BYTES = 10_000_000
 
 
 def code_of(config: Config) -> dict[str, str]:
-    """Return the settings whose value is `FILE.py:function`, with the values."""
+    """Return {setting: value} for the settings whose value is `FILE.py:function`."""
     named = {"task": config.task, "optim.name": config.optim.name}
     return {setting: text for setting, text in named.items() if text is not None and CODE.fullmatch(text)}
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Check that code is `allowed`, and that each file exists and defines its function. Execute nothing."""
+    """Check, without executing it, that custom code is `allowed`, exists and defines its function."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -52,12 +52,12 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
-    """Find code files that have changed since a checkpoint was trained with them."""
+    """Find code files that differ from `saved`, the hashes in a checkpoint."""
     return [
         Issue(
             setting,
             "conflict",
-            f"code had SHA-256 {saved[setting][:16]} in the run and has {digest[:16]} now",
+            f"the code had SHA-256 {saved[setting][:16]} in the run and has {digest[:16]} now",
             digest,
         )
         for setting, digest in code_hashes(config).items()
@@ -71,7 +71,7 @@ def load_function(text: str) -> Callable[..., Any]:
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None  # because the name ends with .py
+    assert spec.loader is not None  # Python has a loader for files that end with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)

@@ -1,6 +1,7 @@
 """Define every setting of a run, with its unit, in one tree of strict, frozen models.
 
-Marks state when a setting may change and when it has an effect; the marks of a section apply to its settings.
+Marks in a field's metadata state when the setting may change and when it has an effect. A section's marks
+apply to all its settings.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
-# limits far above any practical value; they catch typing errors, and keep loops and products in checks small
+# limits far above any practical value; they catch typing mistakes and keep loops and products in checks small
 MAX_BATCH = 2**20  # sequences per optimizer step
 MAX_STEPS = 10**12
 MAX_TOKENS = 10**18
@@ -42,14 +43,14 @@ FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
 """Mark of a model setting that may differ from the weights in run.init_from."""
-METERED = ("dollars", "kwh")  # budgets counted by the run's ledger
+METERED = ("dollars", "kwh")  # budgets whose spending ledger.json records
 CLOCKED = ("hours", *METERED)  # budgets for which the number of steps is not known in advance
 BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # budgets of a schedule, of which exactly one is set
 
 
 class OnlyWith:
-    """Mark of a setting that has an effect only if `setting` has one of `values` or, if there are no
-    `values`, only if `setting` is not null, 0 or false."""
+    """Mark of a setting that depends on another one: it has an effect only if `setting` has one of `values`.
+    Without `values`, `setting` must not be null, 0 or false."""
 
     def __init__(self, setting: str, *values: object):
         self.setting, self.values = setting, values
@@ -120,7 +121,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _whole(cls, value: object, info: ValidationInfo) -> object:
-        """Convert whole floats to integers in counts, because 1e3 is a float in YAML."""
+        """Convert whole floats to integers if the field is an integer, because 1e3 is a float in YAML."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         is_count = int in (annotation, *get_args(annotation))
         return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
@@ -128,33 +129,34 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the initial weights, the sample order and the masks."""
+    """Seed of the initial weights, the sample order, the masks and dropout."""
     device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
     """auto = all GPUs of the machine, or the CPU if the machine has no GPU."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
     """Use a fixed order of additions on GPUs, so that a resumed run is bit-equal to an uninterrupted one.
     GPUs are then slower. CPUs always use a fixed order."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
-    """Source of the initial weights: a checkpoint, a run directory, or hf:DIR, a directory with a BERT,
-    RoBERTa or ModernBERT in transformers format, which also supplies the model settings and the tokenizer.
-    Counters and schedule start at zero."""
+    """Source of the initial weights: a checkpoint, a run directory, or hf:DIR. DIR contains a BERT, RoBERTa
+    or ModernBERT in transformers format; it also supplies the model settings and the tokenizer. Counters and
+    schedule start at zero."""
     init_keeps: Annotated[Literal["weights", "moments"], FREE_ON_RESUME, OnlyWith("run.init_from")] = (
         "weights"
     )
     """State to copy from run.init_from. weights = only the weights; moments = also the optimizer state and
-    its step count (as in phase 2 of a LAMB run), which requires the same optimizer and shapes."""
+    its step count, as in phase 2 of a LAMB run. moments requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
-    """Stop the run after this many consecutive steps that were skipped because of non-finite gradients; with
-    fp16, 16 more may be skipped while the loss scale decreases."""
+    """Stop the run after this many consecutive skipped steps. A step is skipped if its gradients are not
+    finite. With fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
-    """Seconds without progress until a hang is reported, with the stack of the rank that the others wait for.
-    The minimum is three median step times, or 300 s during set-up, compilation and saving."""
+    """Seconds without progress after which a hang is reported, with the stack of the rank that the others
+    wait for. The limit is at least three median step times, and 300 s during set-up, compilation and
+    saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines. All kWh include it."""
+    """Power usage effectiveness: power of the building / power of the machines; a factor in all kWh."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -166,31 +168,31 @@ class BuildConfig(Section):
 
     normalize: Annotated[bool, OnlyWith("data.tokenizer", None)] = True
     """Normalize text in the tokenizer: apply NFKD and lower case; replace white space, dashes, quotes and
-    ligatures by ASCII; drop all other non-ASCII characters (accents, other scripts); collapse spaces. A
-    source is refused if it loses over 20 % of its letters or has over 20 % unknown tokens."""
+    ligatures by ASCII; drop all other non-ASCII characters (accents, other scripts); collapse spaces. The
+    build fails if a source loses over 20 % of its letters or has over 20 % unknown tokens."""
     tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", None)] = (
         "wordpiece"
     )
     """Kind of tokenizer to train. byte_bpe has a token for every byte and thus no unknown tokens: use it for
     text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
-    """Drop documents with at least this many tokens per character; 0 = keep all documents; null = 0.25 +
-    0.017 x + 0.0038 x^2 with x = log2(32768 / vocab_size), which is the recipe's 0.25 for 32,768 tokens."""
+    """Drop documents with at least this many tokens per character; 0 = keep all documents. null = 0.25 +
+    0.017 x + 0.0038 x^2, where x = log2(32768 / vocab_size): the recipe's 0.25 for a vocabulary of 32,768."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """exact = keep one of several documents with the same tokens; near = also drop near duplicates, found by
-    MinHash LSH (extra `dedup`)."""
+    """exact = keep one of several documents with the same tokens; near = also drop near duplicates, which are
+    found by MinHash LSH (extra `dedup`)."""
     near_threshold: Annotated[float, OnlyWith("data.build.dedup", "near")] = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `dedup: near` drops the later of two documents."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of documents reserved for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of source files; auto = by file suffix (no suffix = text; unknown suffixes are refused)."""
+    """Format of source files. auto = by file suffix; no suffix = text; an unknown suffix is an error."""
     text_field: str = Field("text", min_length=1, max_length=256)
-    """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text; a.b =
+    """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
     """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out, so
-    with blank_line a held-out line's neighbours are not trained on."""
+    blank_line keeps neighbouring lines in the same split."""
 
 
 class DataConfig(Section):
@@ -234,7 +236,7 @@ class ModelConfig(Section):
     """Width of the attention window in local layers, half on either side of a token (ModernBERT: 128); 0 =
     all layers attend to the whole sequence."""
     global_attention_every: Annotated[int, OnlyWith("model.local_attention")] = Field(3, ge=1, le=10_000)
-    """With local attention, every n-th layer, from the first layer on, attends to the whole sequence."""
+    """With local attention, the first layer and then every n-th layer attend to the whole sequence."""
     local_rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.local_attention")] = Field(
         10_000.0, gt=0
     )
@@ -295,7 +297,7 @@ class ObjectiveConfig(Section):
     """Training objective. mlm = masked language modelling; finetune = prediction of labels; distill =
     prediction of a teacher's logits."""
     mask_rate: Annotated[float, OnlyWith("objective.name", "mlm")] = Field(0.25, gt=0, lt=1)
-    """Share of positions to predict: exactly round(mask_rate x sequence_length) in every sequence."""
+    """Share of positions to predict. Each sequence has exactly round(mask_rate x sequence_length) of them."""
 
 
 class FinetuneConfig(Section):
@@ -307,7 +309,7 @@ class FinetuneConfig(Section):
     labels: Annotated[tuple[str, ...], OneOrMore] = ()
     """Names of the classes, in the order of the model's outputs."""
     pair: bool = False
-    """Each example consists of two texts; a BiLSTM encodes them separately."""
+    """true = each example consists of two texts. A BiLSTM encodes them separately."""
     head: Literal["auto", "recipe", "native"] = "auto"
     """recipe = dense, tanh, dropout, linear; native = the head of the transformers class to which the encoder
     can be exported; auto = native if there is a matching class, else recipe."""
@@ -329,27 +331,27 @@ class DistillConfig(Section):
     logits: PathText | None = None
     """Directory of the teacher's logits for every training example, written by `bert-dp distill`."""
     loss: Literal["mse", "kl"] = "mse"
-    """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
-    the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
+    """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the KL divergence
+    of the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
     temperature: Annotated[float, OnlyWith("distill.loss", "kl")] = Field(1.0, gt=0, le=1000)
     """Divisor of the logits of student and teacher."""
     alpha: float = Field(0.0, ge=0, le=1)
     """Weight of the loss against the labels. For augmented copies, the teacher's prediction is the label."""
     embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
-    """Initial embedding of a BiLSTM: a run, or a text file with a token and its vector on each line; null =
-    random. `--embeddings` sets it."""
+    """Source of a BiLSTM's initial embedding: a run, or a text file with a token and its vector on each line;
+    null = random. `--embeddings` sets it."""
 
 
 class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas, independent of the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward pass. auto = `bert-dp train` first finds the number, as
-    `bert-dp tune batch` does, and saves it in the run's configuration."""
+    """Sequences per replica in one forward/backward pass. With auto, `bert-dp train` first finds the number,
+    as `bert-dp tune batch` does, and saves it in the run's configuration."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
-    """Length of the linear batch ramp as a share of the budget; 0 = no ramp. At progress f, the batch is
-    ramp_quantum x (1 + floor(f x global_size / (ramp_fraction x ramp_quantum))), up to global_size, which is
-    reached at f = ramp_fraction x (1 - ramp_quantum / global_size)."""
+    """Length of the linear batch ramp as a share of the budget; 0 = no ramp. At share f of the budget, the
+    batch is ramp_quantum x (1 + floor(f x global_size / (ramp_fraction x ramp_quantum))), up to global_size.
+    The ramp ends at f = ramp_fraction x (1 - ramp_quantum / global_size)."""
     ramp_quantum: Annotated[int | None, OnlyWith("batch.ramp_fraction")] = Field(None, ge=1, le=MAX_BATCH)
     """Sequences per increment of the ramp; a divisor of global_size."""
 
@@ -367,8 +369,8 @@ class BatchConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
-    """Shape of the learning rate over the run. wsd = warmup, stable, decay; exponential = a rise from 1e-4 of
-    the peak to the peak, for range tests."""
+    """Shape of the learning rate over the run. wsd = warmup, stable, decay; exponential = exponential rise
+    from 1e-4 of the peak to the peak, for learning-rate range tests."""
     steps: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_STEPS)
     """Budget in optimizer steps. Set exactly one of steps, tokens, hours, epochs, dollars, kwh."""
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
@@ -379,10 +381,10 @@ class ScheduleConfig(Section):
     """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
     tokens or, for finetuning, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in dollars at run.price_per_device_hour, over all starts of the run, each from the launcher's
-    start to its exit."""
+    """Budget in dollars at run.price_per_device_hour, over all starts of the run. A start lasts from the
+    start of the launcher to its exit."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in kWh, measured or at run.watts_per_device, over all starts of the run."""
+    """Budget in kWh over all starts of the run, measured or computed from run.watts_per_device."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", "linear", "cosine", "wsd")] = Field(
         0.06, ge=0, lt=1
     )
@@ -416,7 +418,8 @@ class OptimConfig(Section):
     )
     """Global batch for which lr was tuned; lr_scaling needs it."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Factor of lr: sqrt = sqrt(global_size / lr_batch), for Adam, LAMB and Muon; linear = the ratio."""
+    """Factor by which lr is multiplied: sqrt = sqrt(global_size / lr_batch), for Adam, LAMB and Muon; linear
+    = global_size / lr_batch."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -454,7 +457,7 @@ class OptimConfig(Section):
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
     """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
-    reductions; `scale` measures the ceiling of throughput with it, and `train` refuses it."""
+    reductions. `scale` uses it to measure the ceiling of throughput, and `train` refuses it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
@@ -464,7 +467,7 @@ class ParallelConfig(Section):
     static_graph: bool = False
     """ddp: pass static_graph to torch's DDP, which then assumes that every step runs the same graph."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
-    """fsdp: number of replicas of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
+    """fsdp: number of copies of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
     """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
@@ -481,7 +484,7 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints; 0 = not by time. The interval increases if saving would stall training for
     over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
-    """Number of newest checkpoints to keep; 0 = write none; the run then cannot resume."""
+    """Number of newest checkpoints to keep; 0 = write no checkpoints, so that the run cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
     """Action if a checkpoint cannot be saved: continue training until the next checkpoint, or end the run
     with status failed. A run that cannot save its first or last state always fails."""
@@ -604,7 +607,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss or, for distill.loss: mse, of its part against the teacher."""
+        """Return the unit of the training loss; for distill.loss: mse, of the loss against the teacher."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 
@@ -617,7 +620,7 @@ class Config(Section):
 def all_settings(
     section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
-    """Yield the dotted path, field and metadata of each setting; the metadata includes its sections'."""
+    """Yield the dotted path, field and metadata of each setting, including the metadata of its sections."""
     for name, field in section.model_fields.items():
         marks = (*above, *field.metadata)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

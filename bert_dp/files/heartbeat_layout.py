@@ -21,9 +21,9 @@ class Heartbeat:
     """Completed units of work: micro batches in this step, or evaluation batches in this phase. On a GPU,
     queued units count even if they are not computed yet."""
     progress: int = 0
-    """Counter of phases and units of work."""
+    """Counter that increases at each new phase and after each unit of work."""
     progress_ns: int = 0
-    """CLOCK_MONOTONIC at the last increment of `progress`."""
+    """CLOCK_MONOTONIC, in nanoseconds, at the last increase of `progress`."""
     alive: int = 0
     """Counter that grows about once per second while the process runs and releases the interpreter lock."""
 
@@ -44,7 +44,7 @@ BEAT_BYTES = 8 * len(BEAT_SLOTS)
 
 
 def heartbeat_path(run_dir: Path, rank: int, folder: str | Path | None = None) -> Path:
-    """Return the path of a rank's heartbeat file. `folder`: heartbeat directory of a multi-node run."""
+    """Return the path of a rank's heartbeat file. `folder`: its directory, by default RUN/heartbeats."""
     return Path(folder or run_dir / "heartbeats") / f"rank-{rank}"
 
 

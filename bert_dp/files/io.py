@@ -1,5 +1,5 @@
-"""Acquire file locks, remove secrets and control characters from text, define the environment variables that
-the launcher sets for workers, and handle signals, the cache of built data and the umask. Torch-free."""
+"""Lock files, remove secrets and control characters from text, and handle signals, the umask and the cache of
+built data. Define the environment variables that the launcher sets for workers. Torch-free."""
 
 import contextlib
 import fcntl
@@ -36,14 +36,14 @@ def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
         file.close()  # the previous owner removed this file; another process may have locked a new one
 
 
-STALE_S = 45.0  # seconds for a file from another node to appear; file systems may cache a directory for 30 s
+STALE_S = 45.0  # seconds to wait for another node's file; file systems may cache a directory for 30 s
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
     """Wait up to STALE_S for another node's file. Return True if `is_current(path)` becomes true in time."""
     end = time.monotonic() + STALE_S
     while True:
-        with contextlib.suppress(OSError):  # after an error, look again
+        with contextlib.suppress(OSError):  # the file may still become readable
             if is_current(path):
                 return True
         if time.monotonic() >= end:
@@ -68,7 +68,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a variable or option with this name contains a secret, which must not be written."""
+    """Return True if the name of a variable or option suggests that its value is secret."""
     return SECRET_NAME.fullmatch(name) is not None
 
 
@@ -93,7 +93,7 @@ def hide(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def safe(text: str) -> str:
-    """Remove escape sequences and replace control characters, so that a terminal only shows the text."""
+    """Remove escape sequences and replace control characters, so that the text cannot control a terminal."""
     return CONTROL.sub("\ufffd", ESCAPE.sub("", text))
 
 
@@ -107,26 +107,26 @@ def without_folders(word: str) -> str:
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
-# environment variables that the launcher sets for its workers; workers that a user starts need none
-INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, env:// (MASTER_ADDR, MASTER_PORT)
+# environment variables that the launcher sets for its workers; workers that a user starts do not need them
+INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, ranks use env:// (MASTER_ADDR, MASTER_PORT)
 HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: RUN/heartbeats
 LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
 STARTED_AGAIN = "-- started again --"  # line in rank-N.log before the output of a restart
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
-LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start time of the launcher, from start_ticks
+LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start time of the launcher; see start_ticks
 
 RUN_LOCK = ".launcher.lock"  # locked by the launcher, or by rank 0 if there is no launcher
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run after it saves a checkpoint."""
+"""Signals after which a run saves a checkpoint and stops."""
 
 
 def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals that this process does not ignore (nohup ignores SIGHUP)."""
+    """Return those of `numbers` that this process does not ignore; nohup ignores SIGHUP."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start time in clock ticks, which differs if a pid is reused. Raises OSError."""
+    """Return a process's start time in clock ticks, which distinguishes reused pids. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
@@ -159,5 +159,5 @@ def cache_issues() -> list[Issue]:
 
 
 def set_private_umask() -> None:
-    """Make files created by this process and its children private to the user."""
+    """Set the umask so that only the user can access the files that this process and its children create."""
     os.umask(0o077)

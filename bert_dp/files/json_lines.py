@@ -1,4 +1,4 @@
-"""Read and write JSON files and JSON lines, atomically. Torch-free."""
+"""Read JSON files and JSON lines, and write them atomically. Torch-free."""
 
 import contextlib
 import errno
@@ -12,12 +12,12 @@ from typing import Any
 
 from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
-READ_BYTES = 2**20  # maximum that Tail reads at once
-MAX_WHOLE = 2**64  # every count, size and time in ns is smaller
+READ_BYTES = 2**20  # maximum number of bytes that Tail reads at once
+MAX_WHOLE = 2**64  # every valid count, size and time in ns is smaller
 
 
 def append_line(path: Path, facts: Mapping[str, Any]) -> None:
-    """Append a complete JSON line or nothing; non-finite numbers become null. Raises OSError."""
+    """Append one JSON line, completely or not at all. Non-finite numbers become null. Raises OSError."""
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -71,7 +71,7 @@ class Tail:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove truncated lines and lines after `step`, atomically and in constant memory."""
+    """Remove, atomically, the lines after `step` and everything from the first damaged line on."""
     if path.exists():
         write_text(path, (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
@@ -82,7 +82,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text, or its parts in order, atomically through a temporary file in the same directory."""
+    """Write a text, or its parts in order, atomically, through a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -123,12 +123,12 @@ def parse_json(text: bytes | str) -> Any:
 
 def _whole_number(text: str) -> int:
     if len(text) > len(str(-MAX_WHOLE)) or abs(number := int(text)) >= MAX_WHOLE:
-        raise ValueError(f"an integer has {len(text)} digits")
+        raise ValueError(f"an integer of {len(text)} digits is too large")
     return number
 
 
 def finite(value: Any) -> Any:
-    """Return JSON values in which null replaces every non-finite number."""
+    """Return JSON values with every non-finite number replaced by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Record the seconds, dollars and energy that all starts of a run have spent, in ledger.json. Torch-free.
+"""Record in ledger.json the seconds, dollars and energy that all starts of a run have spent. Torch-free.
 
-The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that killed starts also count.
+The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that killed starts count too.
 Rank 0 reads sums and rates from the file and extrapolates the sums to the present.
 """
 
@@ -21,7 +21,7 @@ from bert_dp.files.json_lines import MAX_JSON_BYTES, write_json
 LEDGER = "ledger.json"
 RAPL = Path("/sys/class/powercap")
 EVERY_S = 5.0  # seconds between writes, and between reads
-EXIT_S = 2.0  # minimum seconds from the last evaluation of a run to the exit of the launcher
+EXIT_S = 2.0  # minimum seconds reserved for the exit of the ranks and the launcher
 
 
 class EnergyCounter(NamedTuple):
@@ -30,7 +30,7 @@ class EnergyCounter(NamedTuple):
     origin: Literal["rapl", "nvml"]
     read_j: Callable[[], float]
     range_j: float = 0.0
-    """Reading at which the counter wraps to zero; 0 = the counter restarts only when the driver is loaded."""
+    """Reading at which the counter wraps to zero; 0 = the counter resets only when the driver is loaded."""
 
     def between(self, before_j: float, now_j: float) -> float:
         """Return the joules that were consumed between two readings."""
@@ -65,7 +65,7 @@ def _rapl_counters(root: Path) -> list[EnergyCounter]:
     def read_j(file: Path) -> float:
         return int(file.read_text()) / 1e6
 
-    # keys are names, because some packages are listed twice, as intel-rapl-mmio:0 and intel-rapl:0
+    # keys are names, because some packages are listed twice, such as intel-rapl-mmio:0 and intel-rapl:0
     zones = {file.read_text(): file.parent for file in sorted(root.glob("*/name"))}
     return [
         EnergyCounter("rapl", partial(read_j, zone / "energy_uj"), read_j(zone / "max_energy_range_uj"))
@@ -91,7 +91,7 @@ class Spent(StoredModel):
 
 
 class Start(Spent):
-    """Ledger entry of a start, or of the part of a start with a constant number of devices."""
+    """Ledger entry of a start, or of a part of a start if a restart changed the number of devices."""
 
     began: str
     devices: int
@@ -128,15 +128,15 @@ def read_ledger(run_dir: Path) -> LedgerFile:
 
 
 def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounter]) -> list[Issue]:
-    """Check that spending from a budget in dollars or kWh can be measured."""
+    """Check that the spending of a budget in dollars or kWh can be measured."""
     unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
     setting = f"schedule.{unit}"
     if unit == "dollars" and price is None:
-        message, hint = "is needed for a budget in dollars", "set it to the dollars per device-hour"
+        message, hint = "is needed for a budget in dollars", "set it to the price of a device-hour in dollars"
         return [Issue("run.price_per_device_hour", "missing", message, None, setting, hint)]
     if unit == "kwh" and watts is None and not counters:
         message = "is needed for a budget in kWh, because no energy counter can be read"
-        hint = "set it to the mean power of a device"
+        hint = "set it to the mean power of a device in watts"
         return [Issue("run.watts_per_device", "missing", message, None, setting, hint)]
     if unit in ("dollars", "kwh") and getattr(read_ledger(run_dir).total(), unit) is None:
         message, hint = f"an earlier start of this run did not record {unit}", "use another budget"
@@ -233,8 +233,8 @@ class Ledger:
 
 
 class Spending:
-    """Share of a budget in dollars or kWh that is spent. The share reaches 1 when only a reserve is left: the
-    cost of the seconds `end_s` (to save and close the run) and `evaluation_s` (set by the training loop)."""
+    """Spent share of a budget in dollars or kWh. It reaches 1 when only a reserve is left: the cost of
+    `end_s` seconds to save and close the run, and of `evaluation_s` seconds for an evaluation."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s

@@ -32,7 +32,7 @@ broken disk; non-finite gradients; earlier failure of another rank; no progress;
 unresponsive node; stop signal before the next checkpoint; exit without a recorded cause; other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
-"""stopped = stopped by a signal, after a checkpoint was saved."""
+"""stopped = a signal stopped the run after it saved a checkpoint."""
 OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -48,7 +48,7 @@ _TEXTS: dict[FailureKind, str] = {
 
 
 def kind_of_text(text: str) -> FailureKind:
-    """Classify an exception of which only the text "type: message" is known."""
+    """Classify an exception by its text, "type: message"."""
     return next((kind for kind, pattern in _TEXTS.items() if re.match(pattern, text, re.DOTALL)), "error")
 
 
@@ -73,14 +73,14 @@ FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
 class StoredFile(StoredModel):
     """Base model for a whole file. `hint`: suggested fix if the file is damaged."""
 
-    hint: ClassVar[str] = "see the logs of its run"
+    hint: ClassVar[str] = "see the logs of the run"
 
 
 class RunMemory(StoredModel):
     """Host memory of a run, sampled by the launcher."""
 
     peaks_gib: dict[str, float] = {}
-    """Process, such as "rank 0" -> its peak resident memory."""
+    """Process, such as "rank 0" -> peak resident memory in GiB."""
     oom_kills: int | None
     """Number of processes that the kernel killed for lack of memory; null = no readable counter."""
     counter: str | None
@@ -109,14 +109,14 @@ class Failure(StoredFile):
     issues: list[dict[str, Any]] = []
     """Fields of each `Issue` if the input was bad."""
     agreed: bool = False
-    """All ranks stopped the run together by the same rule; a restart would stop in the same way."""
+    """True if all ranks stopped the run by the same rule, so that a restart would stop in the same way."""
     # added by the launcher
     killed_by: int | None = None
     """Signal that killed the rank."""
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line for each rank that failed as a result of this failure."""
+    """One line for each rank that failed because of this failure."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
@@ -132,7 +132,7 @@ class Failure(StoredFile):
         return f"{place}: {self.message}" if place else self.message
 
 
-STRAGGLER_RATIO = 1.2  # a rank is reported if its compute time / median of the others is above this
+STRAGGLER_RATIO = 1.2  # a rank is a straggler if its compute time / median of the others is above this
 
 
 class Straggler(StoredModel):
@@ -142,7 +142,7 @@ class Straggler(StoredModel):
     ratio: float
     """This rank's compute time before any reduction / median of the other ranks."""
     seconds_per_step: float
-    """Time that the other ranks lose in each step."""
+    """Seconds that the other ranks lose in each step."""
 
 
 class NoiseScale(StoredModel):
@@ -157,9 +157,9 @@ class NoiseScale(StoredModel):
     interval: Annotated[list[float], Field(strict=False)] | None = None
     """95 % interval of the noise scale in sequences."""
     grad_sq: FiniteOrNone = None
-    """Squared norm of the true gradient."""
+    """Estimate of the squared norm of the true gradient."""
     trace: FiniteOrNone = None
-    """Trace of the covariance of per-sequence gradients."""
+    """Estimate of the trace of the covariance of per-sequence gradients."""
 
 
 class Restart(StoredModel):
@@ -178,7 +178,7 @@ class HeldOut(StoredModel):
     have step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
-    """Mean over `masked_tokens` or `examples`, in `loss_unit`."""
+    """Mean loss over `masked_tokens` or `examples`, in `loss_unit`."""
     loss_unit: Literal["nats", "squared error"] = "nats"
     loss_se: FiniteOrNone = None
     """Standard error of the mean if sequences are independent; null for a single sequence."""
@@ -190,12 +190,13 @@ class HeldOut(StoredModel):
     examples: int | None = None
     """Finetuning: number of dev examples."""
     scores: dict[str, FiniteOrNone] | None = None
-    """Finetuning: "split/metric" -> score in the metric's unit; missing if a logit was not finite, null if
-    the metric is undefined, such as a correlation with a constant."""
+    """Finetuning: "split/metric" -> score in the metric's unit. A score is missing if a logit was not finite,
+    and null if the metric is undefined, such as a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
     """Finetuning: scores of always predicting train's most frequent label or mean score."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
-    """Finetuning: kind of F1: of the second label, mean over all labels, or of all decisions pooled."""
+    """Finetuning: kind of F1. binary = of the second label; macro = mean over all labels; micro = of all
+    decisions pooled."""
     one_class: list[str] = []
     """Finetuning: splits in which all examples have the same predicted class."""
 
@@ -225,7 +226,7 @@ class InitFrom(StoredModel):
 
 
 class Summary(StoredFile):
-    """Contents of summary.json: outcome of a run. Rates exclude set-up and its dry run. If a run stopped
+    """Contents of summary.json: outcome of a run. Rates exclude set-up and the dry run. If a run stopped
     before rank 0 could write the file, the launcher writes it with only the fields that it knows."""
 
     status: RunStatus
@@ -272,7 +273,8 @@ class Summary(StoredFile):
     straggler: Straggler | None = None
     """Set if the ratio over the whole run is above STRAGGLER_RATIO."""
     time_s: dict[str, float] = {}
-    """Rank 0's seconds: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
+    """Rank 0's seconds in setup, compile, train, data_wait, forward_backward, optimizer, eval and save. The
+    last one counts only the time that training waits."""
     spent: Spent | None = None
     """Dollars, kWh and CO2 of all starts, as recorded by the launcher."""
     command_s: FiniteOrNone = None
@@ -286,7 +288,7 @@ class Summary(StoredFile):
     failed_saves: int | None = None
     """Number of checkpoints that this start could not write."""
     failed_writes: int | None = None
-    """Number of failed writes of logs and records on all ranks; the lines are missing."""
+    """Number of failed writes of logs and records on all ranks. Their lines are missing."""
     noise_scale: NoiseScale | None = None
     """null unless log.noise_scale is true."""
     profiled_steps: list[int] | None = None

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # variable: path to which issues are written, for the Python API
-PATIENCE_S = 1.0  # seconds for ranks to exit after the launcher
-SEARCH_S = 5.0  # seconds to repeat the search, because a process may start others while it is killed
+ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
+PATIENCE_S = 1.0  # seconds that ranks have to exit after the launcher
+SEARCH_S = 5.0  # seconds to search repeatedly, because a process may start others before it is killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -31,19 +31,19 @@ def module_command(module: str, *options: str) -> list[str]:
 
 def child_environment() -> dict[str, str]:
     """Return environment variables for child processes. They identify this process, whose exit ends the
-    children, and exclude modules in the current directory, even in children of launchers such as torchrun."""
+    children. They also exclude modules in the current directory, even in the workers of torchrun."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
 def launcher_marks() -> list[str]:
-    """Return the variables that identify the processes of this launcher, as NAME=value."""
+    """Return NAME=value for the variables that identify the processes of this launcher."""
     environ = child_environment()
     return [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
 
 
 def describe_exit_code(code: int, suffix: str) -> str:
-    """Describe an exit code; -N = killed by signal N. `suffix`: words after any other code."""
+    """Describe an exit code; -N = killed by signal N. `suffix`: words to append to a code >= 0."""
     if code >= 0:
         return f"exited with code {code} {suffix}".rstrip()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
@@ -60,7 +60,7 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; without the marks, no other reaper kills this one
+    # -I and -S keep the interpreter small; a reaper without the marks is not killed by other reapers
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,

@@ -81,7 +81,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the checkpoint `directory` or else the newest one in it, with its state.json (not verified)."""
+    """Return the checkpoint `directory`, or else the newest one in it, and its unverified state.json."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -114,7 +114,7 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """SHA-256 of the run's tokenizer.json; the exported file may frame texts differently."""
+    """SHA-256 of the run's tokenizer.json. The exported file may add other special tokens to texts."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count

@@ -2,9 +2,9 @@
 
 Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary, P predicted
 positions of the whole micro batch. Parameter names and shapes match ModernBERT, so that transformers can
-load exported models with rotary positions. Source of the architecture: arXiv 2212.14034 and
+load exported models with rotary positions. The architecture is that of arXiv 2212.14034 and of
 `arch=crammed-bert` in github.com/JonasGeiping/cramming. To add a variant of a block, add its value to
-`ModelConfig` (config/schema.py), and its parameters and FLOPs to cost.py.
+`ModelConfig` (config/schema.py), and add its parameters and FLOPs to bert_dp/cost.py.
 """
 
 import math
@@ -33,7 +33,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def sinusoidal_table(length: int, hidden: int) -> Tensor:
-    """Return a float64 table [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762, 3.5)."""
+    """Return a float64 table [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762)."""
     angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
         torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
     )
@@ -56,8 +56,8 @@ def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
 
 
 class TiedLookup(torch.autograd.Function):
-    """Lookup of embedding rows that returns (weight[ids], weight); the second output is for the tied decoder.
-    The backward pass adds the gradients of the rows to the decoder's gradient in place, to save memory."""
+    """Embedding lookup that returns (weight[ids], weight). The tied decoder uses the second output. To save
+    memory, the backward pass adds the gradients of the rows to the decoder's gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class TiedLookup(torch.autograd.Function):
 
 
 class TiedEmbedding:
-    """Tied embedding, decoder and loss over the vocabulary. Tensor parallelism replaces this class."""
+    """Embedding, tied decoder and loss over the vocabulary. Tensor parallelism replaces this class."""
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the token embeddings [B, S, H] and the weight for the decoder."""
@@ -120,7 +120,7 @@ class Embeddings(nn.Module):
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
-        """Return the residual stream, in bf16 if `residual_dtype` is bf16 and autocast uses bf16. `x_BSH`:
+        """Return the blocks' input, in bf16 if `residual_dtype` is bf16 and autocast uses bf16. `x_BSH`:
         token embeddings. `types_BS`: token types; None = all 0."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
@@ -138,15 +138,15 @@ class Embeddings(nn.Module):
 
 
 def is_slow_in_kernel(q_BASD: Tensor) -> bool:
-    """Return True for bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as plain matrix
-    products (benchmarks/RESULTS.md)."""
+    """Return True for bf16 on a CPU, where torch's attention kernel takes 2.5 to 4 times as long as attention
+    computed with plain matrix products (benchmarks/RESULTS.md)."""
     return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention: [B, S, H] -> [B, S, H]. `seen`: False for masked keys, [B, 1, 1, S] for
-    padding or [1 or B, 1, S, S] for local attention; None = full attention, which is faster without a mask.
-    `seed_B`: dropout keys, see bert_dp.model.kernels."""
+    """Bidirectional self-attention: [B, S, H] -> [B, S, H]. `seen`: mask that is False for keys to ignore,
+    [B, 1, 1, S] for padding or [1 or B, 1, S, S] for local attention; None = no mask, which is faster.
+    `seed_B`: dropout keys; see bert_dp.model.kernels."""
 
     tensor_rank = 0
     """Index of this rank's shard of the attention heads in tensor parallelism."""
@@ -219,7 +219,7 @@ class MLP(nn.Module):
         if self.gated and kernels.takes_gpu_kernel(x):
             x = gpu_kernels.gated_gelu(x)
         elif self.gated:
-            x, gate = x.chunk(2, dim=-1)  # the paper gates with the first half; both are equivalent
+            x, gate = x.chunk(2, dim=-1)  # ModernBERT's names; the paper calls gelu(x) the gate
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
@@ -227,7 +227,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Block of attention and MLP, with norms before both (pre-norm) or after each sum (post-norm)."""
+    """Attention and MLP, each with a norm before it (pre-norm) or after its residual sum (post-norm)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -307,19 +307,19 @@ class Encoder(nn.Module):
         return x_BSH
 
     def _local_mask(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
-        """Return the mask of local layers [1 or B, 1, S, S]: True for keys at most `reach` positions away."""
+        """Return the local layers' mask [1 or B, 1, S, S]: True for keys at most `reach` positions away."""
         position_S = torch.arange(x_BSH.shape[1], device=x_BSH.device)
         distance_SS = (position_S[:, None] - position_S).abs()
         near_SS = distance_SS <= self.reach
         if real_B11S is None:
             return near_SS[None, None]
-        # padding far from every token attends to itself, because a softmax over no keys would be NaN
+        # padding may attend to itself: far from every token it has no other key, and its softmax would be NaN
         return near_SS & (real_B11S | (distance_SS == 0))
 
 
 class PredictionHead(nn.Module):
-    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. A
-    `final_norm` is applied first, to the predicted positions only and in the same compiled graph."""
+    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. Before
+    these, it applies the encoder's `final_norm`, in the same graph and to the predicted positions only."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
@@ -344,7 +344,7 @@ class PredictionHead(nn.Module):
 
 
 class EncoderModel(Model):
-    """Encoder with a `head` that a subclass defines, and the model interface that engines use."""
+    """Base class of models that consist of an encoder and a `head`. Subclasses define the head."""
 
     head: nn.Module
 
@@ -358,8 +358,8 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the blocks, the embeddings and the head. All blocks share one graph. DDP still receives
-        gradients block by block, so it can overlap their reduction with the backward pass."""
+        """Return the blocks, the embeddings and the head. As separate parts, all blocks share one graph, and
+        DDP receives gradients block by block, so it can overlap reductions with the backward pass."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:
@@ -401,7 +401,7 @@ class CrammedBert(EncoderModel):
         seed_B: Tensor | None = None,
     ) -> Tensor:
         """Return the logits [P, V] or, if there are labels, the SUM of their cross entropies, ignoring labels
-        equal to IGNORE. `positions_P`: flat positions b * S + s. `real_BS`, `seed_B`: see Encoder.encode."""
+        equal to IGNORE. `positions_P`: flat positions b * S + s. Other arguments: see Encoder.encode."""
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_PH = self.model.residual_stream(x_BSH, real_BS, seed_B).flatten(0, 1)[positions_P]
         return self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
@@ -417,7 +417,7 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 def initialize(model: AnyModel, seed: int) -> AnyModel:
     """Draw linear and embedding weights from a normal distribution with standard deviation INIT_STD, and set
-    linear biases to 0. Norms keep weight 1 and bias 0. The result depends only on shapes and seed."""
+    linear biases to 0. Norms keep weight 1 and bias 0. The result depends only on the shapes and the seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

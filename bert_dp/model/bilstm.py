@@ -9,13 +9,13 @@ from bert_dp.model.classifier import HEAD_SITE
 from bert_dp.model.interface import Model
 from bert_dp.model.kernels import KeyedDropout, fold_in
 
-EMBEDDING_BOUND = 0.25  # largest initial value; the spread is similar to word2vec's (arXiv 1408.5882)
+EMBEDDING_BOUND = 0.25  # bound for a variance similar to word2vec's (arXiv 1408.5882)
 
 
 class BiLstm(Model):
     """Classifier of whole examples: an embedding, one bidirectional LSTM, a ReLU layer and a linear layer.
     Each direction is a separate LSTM on padded batches, and the second LSTM reads reversed examples. Packed
-    sequences would give the same result, but they fail in torch.export and in the ONNX exporters."""
+    sequences would give the same result, but torch.export and the ONNX exporters do not support them."""
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
@@ -29,7 +29,7 @@ class BiLstm(Model):
         self.drop = KeyedDropout(config.dropout, HEAD_SITE)
 
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
-        """Return logits [B, L], or scores [B, 1] for a regression. `real_BS`: False for padding; None = no
+        """Return logits [B, L], or scores [B, 1] for regression. `real_BS`: False for padding; None = no
         padding. `seed_B`: one int32 key per example, for dropout in training."""
         if real_BS is None:
             real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
@@ -51,7 +51,7 @@ class BiLstm(Model):
         return torch.cat([one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()], dim=-1)
 
     def _encode(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return [B, 2H]: the final state of each direction after the first `length_B` tokens."""
+        """Return [B, 2H]: the final state of each direction over the first `length_B` tokens."""
         x_BSE = self.drop_embedding(self.embedding(ids_BS), seed_B)
         index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
         reverse_BS = (length_B[:, None] - 1 - index_S).clamp(min=0)
@@ -65,8 +65,8 @@ class BiLstm(Model):
 
 
 def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
-    """Build the model on the CPU with uniform weights: embeddings within EMBEDDING_BOUND, other weights in
-    torch's default ranges. The weights depend only on the arguments."""
+    """Build the model on the CPU and draw its weights from uniform distributions: embeddings within
+    EMBEDDING_BOUND, others within torch's default bounds. The weights depend only on the arguments."""
     model = BiLstm(config, finetune)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """Define the encoder with a head that predicts class labels or a score for whole examples.
 
-Axes: those of bert_dp.model.bert, W head width, L labels.
+Axes: those of bert_dp.model.bert, and W head width, L labels.
 """
 
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ HEADS = {
     "BERT": {"bias", "tanh", "drops output"},
     "RoBERTa": {"bias", "tanh", "drops input", "drops output"},
 }
-"""Parts of each head: a bias of the dense layer, tanh (else GELU), a norm after the activation, dropout
-before the dense layer ("drops input"), dropout before the last linear layer ("drops output")."""
+"""Optional parts of each head: a bias in the dense layer, tanh (otherwise GELU), a norm after the activation,
+dropout before the dense layer ("drops input") and before the last linear layer ("drops output")."""
 
 
 class ClassificationHead(nn.Module):
@@ -79,7 +79,7 @@ class Classifier(EncoderModel):
         seed_B: Tensor | None = None,
         types_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [B, L], or scores [B, 1] for a regression. For the arguments, see Encoder.encode."""
+        """Return logits [B, L], or scores [B, 1] for regression. For the arguments, see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_BSH = self.model.encode(x_BSH, real_BS, seed_B, types_BS)
         return self.head(pool(x_BSH, real_BS, self.pooling), seed_B)

@@ -1,7 +1,7 @@
 """Map tensor names of transformers to bert-dp's, and load initial weights from files of transformers.
 
-ModernBERT has the same names as bert-dp. BERT, RoBERTa and RobertaPreLayerNorm share their names, except for
-the prefix, the head and the positions of the norms. Axes: those of bert_dp.model.bert.
+ModernBERT has the same names as bert-dp. The names of BERT, RoBERTa and RobertaPreLayerNorm differ from each
+other only in the prefix, the head and the positions of the norms. Axes: those of bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,13 +37,13 @@ NORMS = {
 DROPPED = ("pooler.", "classifier.", "cls.seq_relationship.", "qa_outputs.")
 """Name prefixes of the heads that are not loaded."""
 NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias")
-"""Name suffixes to skip: buffers, and the tied decoder, which repeats the embedding and another bias."""
+"""Name suffixes of tensors to skip: buffers, and copies of the embedding and of the decoder bias."""
 
 
 def bert_names(model: ModelConfig, family: str, prefix: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name in transformers, name in bert-dp) of each table, norm and linear layer of BERT, RoBERTa or
-    RobertaPreLayerNorm, except query, key and value. Names have no ".weight" or ".bias". `prefix`: prefix of
-    the encoder in transformers. `has_head`: include the token-prediction head, without its decoder."""
+    """Yield (name in transformers, name in bert-dp) of each embedding, norm and linear layer of BERT, RoBERTa
+    or RobertaPreLayerNorm, except query, key and value. The names end before ".weight" or ".bias". `prefix`:
+    the encoder's prefix in transformers. `has_head`: include the prediction head, without its decoder."""
     for hf_name, own_name in IN_EMBEDDINGS.items():
         yield f"{prefix}embeddings.{hf_name}", f"model.embeddings.{own_name}"
     for i in range(model.num_layers):
@@ -60,7 +60,7 @@ def bert_names(model: ModelConfig, family: str, prefix: str, *, has_head: bool) 
 def load_hf(
     directory: Path, config: Config, tokenizer: str | None
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the parameters in DIR/model.safetensors under bert-dp's names, and the names of tensors that are
+    """Return the parameters in model.safetensors under bert-dp's names, and the names of tensors that are
     not loaded. `tokenizer`: hash of the data's tokenizer. Raise ConfigError if the file cannot be read or
     does not fit the configuration."""
     issues = hf_issues(directory, config)
@@ -81,7 +81,7 @@ def load_hf(
 
 def from_modernbert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters under bert-dp's names. Raise ConfigError if a key bias is not zero."""
-    is_bare = not any(name.startswith("model.") for name in tensors)  # saved from AutoModel
+    is_bare = not any(name.startswith("model.") for name in tensors)  # saved by AutoModel
     for hf_name, tensor in tensors.items():
         name = f"model.{hf_name}" if is_bare else hf_name
         if hf_name == "decoder.weight":  # tied to the embedding
@@ -104,7 +104,7 @@ def from_bert(
     tensors: Mapping[str, Tensor], config: Config, family: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the parameters of BERT, RoBERTa or RobertaPreLayerNorm under bert-dp's names, and the names of
-    tensors that are not loaded. Raise ConfigError if tensors are missing, or unknown to the class."""
+    tensors that are not loaded. Raise ConfigError if a tensor is missing or not part of the class."""
     left = {
         name.removeprefix(PREFIXES[family]).replace(".gamma", ".weight").replace(".beta", ".bias"): tensor
         for name, tensor in tensors.items()

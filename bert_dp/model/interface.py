@@ -9,7 +9,7 @@ class Model(nn.Module):
     """Base class of the models of all tasks. The defaults suit a small model that is never split."""
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the modules that fsdp shards, and that activation checkpointing recomputes, one by one."""
+        """Return the modules that fsdp shards and activation checkpointing recomputes, each as one unit."""
         return ()
 
     def compiled_parts(self) -> Sequence[nn.Module]:
@@ -18,7 +18,7 @@ class Model(nn.Module):
 
     def tensor_plan(self) -> Mapping[str, tuple[int, int]] | None:
         """Return the parameters that tensor parallelism splits: name -> (dimension, number of matrices fused
-        along this dimension). Other parameters stay whole. None = the model cannot be split."""
+        along it). Other parameters stay whole. None = the model cannot be split."""
         return None
 
     def is_decayed(self, name: str) -> bool:

@@ -35,7 +35,7 @@ def takes_gpu_kernel(x: Tensor) -> bool:
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N], with oneDNN, which inductor itself calls only for constant weights."""
+    """Compute a @ b.T, [M, N], with oneDNN. Inductor by itself calls oneDNN only for constant weights."""
     return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return a @ b.T, [M, N], with the faster library for the device and dtype. Callers define backward."""
+    """Compute a @ b.T, [M, N], with the faster library for the device and dtype. Callers define backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
@@ -94,21 +94,22 @@ def add_row_gradients(
     grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None = None
 ) -> Tensor:
     """Add the gradients of the looked-up rows to grad_VH in place. `foreign_BS`: True for positions to
-    ignore, whose ids may be any numbers below V."""
+    ignore; their ids may be any row numbers."""
     add = add_dense if grad_VH.device.type == "cuda" else add_by_index
     return add(grad_VH, ids_BS, grad_BSH, foreign_BS)
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add position by position, which is fastest on a CPU. On a GPU, one warp would add a row's positions."""
+    """Add position by position, which is fastest on a CPU. On a GPU, a single warp would add all positions of
+    a row."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add with the backward kernel of nn.Embedding, which sums the positions of a row in parallel, in fp32
-    for 16-bit gradients. Positions in `foreign_BS` use an added padding row, which the kernel skips."""
+    """Add with the backward kernel of nn.Embedding. It sums the positions of a row in parallel, in fp32 for
+    16-bit gradients. Positions in `foreign_BS` are assigned to an extra row, which the kernel skips."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)
@@ -131,8 +132,8 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
-    """Return the int32 keys of a dropout site, with the broadcast shape of `key` and `site`. `site`: an int,
-    or an int32 tensor on the same device."""
+    """Derive the int32 keys of a dropout site from `key`. The two are broadcast together. `site`: an int, or
+    an int32 tensor on the same device."""
     if isinstance(site, int):  # filled on the device, because copying a number would block the host
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))

@@ -1,4 +1,4 @@
-"""Build the model of a rank with its initial state, and load trained models."""
+"""Build a rank's model and its initial state, and load trained models."""
 
 import dataclasses
 import os
@@ -44,21 +44,20 @@ class LoadedCheckpoint:
 
 
 def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
-    """Load the model, on the CPU and in eval mode, and the tokenizer of one checkpoint, or of the newest
-    valid checkpoint of a run.
+    """Load the model and the tokenizer of a checkpoint, or of the newest valid checkpoint of a run.
 
-    `model.model(ids_BS)` returns hidden states [B, S, H], except for a BiLSTM, which has none. `model(ids_BS,
-    positions_P)` of a pretrained run returns logits [P, V] at flat positions b * S + s. `model(ids_BS,
-    real_BS)` of a finetuned or distilled run returns logits [B, L] of whole examples. Pretraining uses no
-    <cls>, so encode texts for a pretrained run with `add_special_tokens=False`. Raise ConfigError if no
-    checkpoint is valid.
+    The model is on the CPU and in eval mode. For a pretrained run, `model(ids_BS, positions_P)` returns the
+    logits [P, V] at flat positions b * S + s. For a finetuned or distilled run, `model(ids_BS, real_BS)`
+    returns the logits [B, L] of whole examples. `model.model(ids_BS)` returns the hidden states [B, S, H]; a
+    BiLSTM has none. Pretraining uses no <cls>, so encode texts for a pretrained run with
+    `add_special_tokens=False`. Raise ConfigError if no checkpoint is valid.
     """
     loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
     return loaded.model, loaded.tokenizer
 
 
 def load_checkpoint(path: Path) -> LoadedCheckpoint:
-    """Load the model and tokenizer of a verified checkpoint. Raise ConfigError if they are unusable."""
+    """Load the model and tokenizer of a verified checkpoint. Raise ConfigError if either is unusable."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     if config.task is not None:
@@ -67,7 +66,7 @@ def load_checkpoint(path: Path) -> LoadedCheckpoint:
         raise ConfigError([Issue("task", "unsupported", message, config.task, hint=hint)])
     model = make_model(config)
     model.to(next(iter(state["model"].values())).dtype)
-    state["optimizer"] = {}  # frees memory, because inference does not need it
+    state["optimizer"] = {}  # free memory; inference needs only the weights
     if issues := checkpoint.state_issues(path, state, model):
         raise ConfigError(issues)
     model.load_state_dict(state["model"])
@@ -100,7 +99,7 @@ def is_compiled(config: Config, device: str) -> bool:
     """Return whether to compile the model. `auto` compiles on a GPU, except with DeepSpeed stage 3."""
     if config.compile != "auto":
         return config.compile == "on"
-    # in stage 3, DeepSpeed's hooks on every module make torch recompile until it reaches a limit
+    # in stage 3, DeepSpeed's hooks on every module make torch recompile until it reaches its limit
     is_hooked = config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3
     return device == "cuda" and not is_hooked
 
@@ -112,8 +111,8 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. Dynamo skips torch's frames and all that they call,
-    so this function must be outside torch. As a method of the block, it lets all blocks share a graph."""
+    """Run a block, and recompute it in the backward pass. The function is outside torch, because Dynamo
+    skips torch's frames and all calls in them. As a method of a block, it lets all blocks share a graph."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
@@ -121,8 +120,8 @@ def compile_parts(model: Model, sequence_length: int) -> None:
     """Compile the parts of the model in place, which keeps the parameter names."""
     # if enabled, Dynamo splits every graph at DDP's buckets, which DDP's hooks do not require
     torch._dynamo.config.optimize_ddp = False
-    # finetuning needs one graph per length, with and without padding, in training and in evaluation, for the
-    # first block if it differs from the others, and for global and local attention
+    # finetuning needs 16 graphs per length: with and without padding, in training and in evaluation, for the
+    # first and for other blocks (which can differ), and for global and local attention
     limit = 16 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
@@ -133,9 +132,10 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the initial canonical state of a run, on the host, and a record of its source. The weights come
-    from `model`, except that run.init_from provides the tensors selected by `Model.is_pretrained`, and the
-    optimizer state if run.init_keeps is `moments`. Collective. Raise ConfigError if they do not fit."""
+    """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
+    those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are loaded instead,
+    and the optimizer state if run.init_keeps is `moments`. Collective. Raise ConfigError if a loaded tensor
+    does not fit the model."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:
@@ -166,7 +166,7 @@ def first_state(
 
 
 def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> State:
-    """Load the tensors of a checkpoint that a run starts from. `tokenizer`: hash of the data's tokenizer.
+    """Load the tensors of the checkpoint in run.init_from. `tokenizer`: hash of the data's tokenizer.
     Raise ConfigError if the checkpoint does not fit the run."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)

@@ -28,7 +28,7 @@ def make_optimizer(
     compiled: bool = False,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `config.name` with `make` of `bert_dp.optim.<name>` or with the user's function.
+    """Build the optimizer `config.name` with `bert_dp.optim.<name>.make` or with the user's function.
     `model` decides by name which parameters have weight decay and which are matrices. `precision`: the run's
     precision. The training loop sets the learning rate before every step."""
     is_own = CODE.fullmatch(config.name) is not None
@@ -45,9 +45,9 @@ def make_optimizer(
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap `step` of a user's optimizer to clip and skip, which costs a host sync, unless the optimizer does
-    both itself (`Optimizer`, torch's fused optimizers). The first step raises ConfigError if a checkpoint
-    cannot store the optimizer's state."""
+    """Wrap the `step` of a user's optimizer. The wrapper clips gradients and skips steps, which costs a host
+    sync; an `Optimizer` and torch's fused optimizers do both themselves. The first step raises ConfigError
+    if a checkpoint cannot store the optimizer's state."""
     step, clips = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_checked = False
@@ -63,7 +63,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "must keep state for every parameter, as scalars or tensors of the same shape"
+                message = "must keep state for every parameter, as scalars or tensors of its shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]
@@ -94,16 +94,17 @@ def parameter_groups(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base class of optimizers that clip and skip without a host sync, like torch's fused AdamW. Before
-    `step`, the engine sets `sharded_sums` and the float32 device scalars `grad_scale` and `found_inf`."""
+    """Base class of optimizers that clip gradients and skip steps without a host sync, like torch's fused
+    AdamW. Before `step`, the engine sets `sharded_sums` and the float32 device scalars `grad_scale` and
+    `found_inf`."""
 
     grad_scale: Tensor | None = None
     """Divisor of the gradients."""
     found_inf: Tensor | None = None
     """1.0 = skip this step, 0.0 = take it."""
     sharded_sums: Callable[[Tensor], Tensor] | None = None
-    """Function that turns sums over this rank's parts of the N tensors into sums over the whole tensors:
-    [k, N], in the order of the optimizer's parameters."""
+    """Function that maps sums over this rank's parts of N tensors to sums over the whole tensors: [k, N] ->
+    [k, N]. The tensors are in the order of the optimizer's parameters."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return (keep, divisor), scalars with the device and dtype of `like`. `keep` is 0 to skip the step,

@@ -1,6 +1,6 @@
 """Create LAMB (arXiv 1904.00962) as in NVIDIA apex's FusedLAMB: with Adam's bias correction, with eps outside
-the root, and with a trust ratio ||w|| / ||u|| for each whole tensor that has weight decay. The engine clips
-by the global norm."""
+the square root, and with a trust ratio ||w|| / ||u|| for each whole tensor that has weight decay. The engine
+clips by the global norm."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -23,8 +23,8 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 class Lamb(Optimizer):
     """LAMB with Adam's state: step, exp_avg and exp_avg_sq. `step()` overwrites .grad with the update. With
-    `compiled`, `moments` (7 memory passes, as many as AdamW) and `descend` (3) are fused kernels; the norms
-    of whole tensors are computed between them."""
+    `compiled`, `moments` and `descend` are fused kernels, which take 7 (as many as AdamW) and 3 memory
+    passes. The norms of whole tensors are computed between the two."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ def moments(
     divisor: Tensor,
     rule: tuple[float, float, float, float],
 ) -> Tensor:
-    """Update the moments in place, overwrite each gradient with its update and return [2, N] squared norms:
-    of the weights, then of the updates. `keep` = 0 leaves the moments unchanged; `rule`: both betas, eps,
-    weight decay. The norms of a tensor without elements on this rank are 0."""
+    """Update the moments in place, overwrite each gradient with its update, and return the squared norms of
+    the weights and of the updates, [2, N]. A tensor without elements on this rank has norm 0. `keep`: 0 =
+    leave the moments unchanged. `rule`: both betas, eps, weight decay."""
     beta1, beta2, eps, weight_decay = rule
     new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
     correction1 = 1.0 - beta1 ** step.clamp(min=1.0)

@@ -1,7 +1,7 @@
 """Create Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices, with AdamW for the rest.
 
 A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). This is as large
-as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, 2.2). A parameter of several fused
+as an AdamW update, so that one learning rate suits both (arXiv 2502.16982). A parameter of several fused
 matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM issue 1428).
 """
 
@@ -19,7 +19,7 @@ from bert_dp.optim import Named, Optimizer, parameter_groups
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-BATCH_ELEMENTS = 2**25  # maximum number of elements of matrices multiplied at once: 128 MiB in fp32
+BATCH_ELEMENTS = 2**25  # maximum number of matrix elements in a batched product: 128 MiB in fp32
 
 FusedSplit = tuple[int, int]
 """(dimension, number of matrices fused along it), as in a model's tensor plan."""
@@ -52,10 +52,10 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Muon(Optimizer):
-    """Update matrices with Muon and other tensors with AdamW. Every matrix must be whole on its rank. A group
-    of matrices has `splits`, the FusedSplit of each parameter, and the state momentum_buffer. `step`
-    overwrites .grad with the matrix to orthogonalise. `multiply_in`: dtype of the Newton-Schulz products;
-    None = the parameters' dtype."""
+    """Optimizer that updates matrices with Muon and other tensors with AdamW. Every matrix must be whole on
+    its rank. A group of matrices has `splits`, the FusedSplit of each parameter. The state of a matrix is
+    momentum_buffer. `step` overwrites .grad with the matrix to orthogonalise. `multiply_in`: dtype of the
+    Newton-Schulz products; None = the parameters' dtype."""
 
     def __init__(
         self,
@@ -106,7 +106,8 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield lists of indices of matrices with equal shapes: up to BATCH_ELEMENTS elements, or one matrix."""
+    """Yield lists of indices of equally shaped matrices. The matrices of a list have at most BATCH_ELEMENTS
+    elements in total, unless the list has only one."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -129,7 +130,7 @@ def no_tf32() -> Iterator[None]:
 
 @no_tf32()
 def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
-    """Return approximately U V' of each matrix's singular value decomposition, [..., R, C], in the matrices'
+    """Approximate U V' of each matrix's singular value decomposition U S V', [..., R, C], in the matrices'
     dtype. `multiply_in`: dtype of the products; None = the matrices' dtype."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]

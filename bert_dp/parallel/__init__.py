@@ -15,10 +15,10 @@ from bert_dp.training.noise import NormPairs
 from bert_dp.training.process import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-"""Function that builds the optimizer of the given named parameters; called after sharding."""
+"""Function that builds an optimizer for named parameters. Engines call it after sharding the model."""
 
 State = dict[str, dict[str, Tensor]]
-"""Canonical state: whole tensors by name in "model", by "name/key" in "optimizer", by key in "scaler"."""
+"""Canonical state: whole tensors. Keys: "name" in "model", "name/key" in "optimizer", "key" in "scaler"."""
 
 
 class Engine(Protocol):
@@ -37,14 +37,14 @@ class Engine(Protocol):
         """Wrap or shard `model`, which is already on its device, then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for forward and backward of one micro batch; reduce gradients only if `last`."""
+        """Return the context for forward and backward of a micro batch. Reduce gradients only if `last`."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of `loss`, this replica's share; the shares sum to the step's loss."""
+        """Run backward for `loss`. The losses of all micro batches and replicas sum to the step's loss."""
 
     def step(self, max_norm: float) -> Tensor:
         """Clip the norm of the reduced gradients to `max_norm` (0 = do not clip), take an optimizer step and
-        zero the gradients. If the norm is not finite, all ranks skip the step. Returns the unclipped norm."""
+        zero the gradients. If the norm is not finite, all ranks skip the step. Return the unclipped norm."""
 
     def gather_state(self) -> State | None:
         """Return the canonical state on rank 0, None elsewhere. Collective."""

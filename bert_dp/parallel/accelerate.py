@@ -1,7 +1,7 @@
-"""Train with Hugging Face Accelerate: DistributedDataParallel as created by `Accelerator.prepare`.
+"""Train with Hugging Face Accelerate, whose `Accelerator.prepare` creates DistributedDataParallel.
 
-bert-dp itself controls autocast, loss scaling, the optimizer and the learning rate, because a scheduler
-prepared by Accelerate takes as many steps per call as there are processes.
+bert-dp itself controls autocast, loss scaling, the optimizer and the learning rate. A scheduler prepared by
+Accelerate would take as many steps per call as there are processes.
 """
 
 import os
@@ -32,10 +32,10 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # accelerate does not read the variables of srun and mpirun, and would set the number of threads
+        # accelerate does not read srun's and mpirun's variables, and would itself set the number of threads
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        # without bucket_mib, accelerate passes no size, and torch's default has a first bucket of 1 MiB
+        # without bucket_mib, accelerate passes no size to torch, whose default has a first bucket of 1 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",
@@ -67,7 +67,7 @@ class Engine:
         return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
     def backward(self, loss: Tensor) -> None:
-        whole = loss * self.dp_size  # because DDP averages gradients over replicas, but shares must be summed
+        whole = loss * self.dp_size  # because DDP averages over replicas, but the shares must be summed
         self._accelerator.backward(whole if self._scaler is None else self._scaler.scale(whole))
 
     def step(self, max_norm: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arrange ranks in replicas, and take an optimizer step with clipping and skipping, for all engines."""
+"""Arrange ranks in replicas, and take optimizer steps with clipped gradients. Shared by the engines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from bert_dp.training.process import World
 
 
 class RankGrid:
-    """Arrange ranks as [dp, tp]. A replica's tensor-parallel ranks are consecutive, so they share a node.
-    `replicas` > 1 splits dp further, into [replicas, dp / replicas]."""
+    """Grid of all ranks, [dp, tp]. A replica's tensor-parallel ranks are consecutive, so they share a node.
+    If `replicas` > 1, dp is split further, into [replicas, dp / replicas]."""
 
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
         self.tp_rank, self.tp_size = world.rank % tensor, tensor
@@ -28,14 +28,14 @@ class RankGrid:
                 distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
-        """Ranks with the same tp_rank; with `replicas` > 1, only those that shard one copy of the weights."""
+        """Ranks with the same tp_rank. If `replicas` > 1, only those that share one copy of the weights."""
         self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
         """Mesh dimensions over which gradients are summed."""
 
 
 class ShardedSums:
-    """Map sums over this rank's parts of N tensors to sums over the whole tensors: [k, N] -> [k, N].
-    `counts_N`: 1, or 0 for a tensor that another rank of the group counts. Collective over `groups`."""
+    """Function from sums over this rank's parts of N tensors to sums over whole tensors: [k, N] -> [k, N].
+    `counts_N`: 0 for tensors that another rank counts, else 1. Collective over `groups`."""
 
     def __init__(self, counts_N: Tensor | None = None, groups: Sequence[dist.ProcessGroup | None] = ()):
         self._counts_N = counts_N
@@ -47,7 +47,7 @@ class ShardedSums:
         return self._reduce(sums_kN)
 
     def total(self, sums_N: Tensor) -> Tensor:
-        """Return the sum over all tensors as a scalar, sending one number instead of N."""
+        """Return the sum over all tensors, a scalar. The reduction sends one number instead of N."""
         if self._counts_N is not None:
             sums_N = sums_N * self._counts_N
         return self._reduce(sums_N.sum())
@@ -85,8 +85,8 @@ def clip_and_step(
     finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because all get the norm
     of the reduced gradients. The caller frees the gradients.
 
-    `sharded_sums` sums over the ranks with parts of the optimizer's tensors (None = every tensor is whole),
-    `norm_sums` also over the ranks that own other tensors (None = use `sharded_sums`).
+    `sharded_sums` sums over the ranks that have parts of the optimizer's tensors; None = every tensor is
+    whole. `norm_sums` also sums over the ranks that own other tensors; None = use `sharded_sums`.
     """
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -106,6 +106,6 @@ def clip_and_step(
     optimizer.step()
     if scaler is not None:
         for local in scaler._found_inf_per_device(optimizer).values():
-            local.copy_(found_inf)  # the scaler's own value covers this rank's parts only
+            local.copy_(found_inf)  # the scaler has checked this rank's parts only
         scaler.update()
     return norm

@@ -70,12 +70,12 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # DDP records the graph in the first reduction, during the dry run, which discards gradients
+            # DDP records a static graph in its first reduction; the dry run discards these gradients
             return nullcontext()
         return self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        whole = loss * self.dp_size  # because DDP averages gradients over replicas, but shares must be summed
+        whole = loss * self.dp_size  # because DDP averages over replicas, but the shares must be summed
         scaled_backward(whole, self._scaler)
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
@@ -104,8 +104,8 @@ class Engine:
 def reduce_narrow(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket over the ranks in 16 bits, dividing first so that fp16 cannot overflow. torch's own
-    bf16 hook does not support gloo."""
+    """Average a bucket over the ranks in 16 bits. The division comes first, so that fp16 does not overflow.
+    torch's own bf16 hook does not support gloo."""
     group, dtype = state
     buffer = bucket.buffer()
     narrow = (buffer / group.size()).to(dtype)

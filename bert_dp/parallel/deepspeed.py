@@ -1,9 +1,10 @@
-"""Train with DeepSpeed ZeRO (arXiv 1910.02054), which reduces and clips gradients and takes the steps. The
-model, the optimizer and the training loop are bert-dp's.
+"""Train with DeepSpeed ZeRO (arXiv 1910.02054). DeepSpeed reduces and clips gradients and takes the steps.
+The model, the optimizer and the training loop are bert-dp's.
 
-Stages 0 and 1 reduce only on the last micro batch, 2 and 3 on every micro batch. Tensors are flattened, so
-Muon is unsupported, and LAMB is limited to stage 0. To clip, DeepSpeed divides by (norm + 1e-6) / clip; other
-engines divide by norm / clip. For a norm that is not finite, DeepSpeed skips the step only in stages 1 to 3.
+Stages 0 and 1 reduce gradients only on the last micro batch, stages 2 and 3 on every micro batch. Stages 1 to
+3 flatten tensors, so LAMB is limited to stage 0. Muon is unsupported. To clip, DeepSpeed divides by
+(norm + 1e-6) / clip; other engines divide by norm / clip. If the norm is not finite, DeepSpeed itself skips
+the step in stages 1 to 3.
 """
 
 import logging
@@ -34,11 +35,11 @@ class Engine:
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
         """Import DeepSpeed. Raises ConfigError if it is too old, or if `precision: auto` chose fp16."""
-        if precision == "fp16":  # there is no scaler, and on a GPU DeepSpeed disables bert-dp's autocast
-            text = "auto means fp16 on this GPU, which parallel.engine: deepspeed does not support"
+        if precision == "fp16":  # this engine has no scaler, and DeepSpeed disables the loop's autocast
+            text = "auto means fp16 on this GPU, but parallel.engine: deepspeed does not support fp16"
             hint = "use precision: fp32 or parallel.engine: zero1"
             raise ConfigError([Issue("precision", "conflict", text, "auto", "parallel.engine", hint)])
-        # DeepSpeed does not read the variables of srun and mpirun
+        # DeepSpeed does not read the variables that srun and mpirun set
         os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -72,7 +73,7 @@ class Engine:
         self._engine, zero, _, _ = self._package.initialize(
             model=model, optimizer=self._optimizer, config=self._settings, dist_init_required=False
         )
-        if self._stage > 0:  # torch would create the moments in the first step, after they are loaded
+        if self._stage > 0:  # otherwise the first step would create the moments, too late to load them
             parts = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
             for flat in getattr(zero, parts):
                 moments = {key: torch.zeros_like(flat) for key in MOMENTS}
@@ -86,12 +87,12 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over replicas, but shares must be summed
+        # DeepSpeed averages gradients over replicas, but the shares must be summed
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self, max_norm: float) -> Tensor:
         assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips by its configured norm only"
-        if self._stage == 0:  # DeepSpeed would not skip a step that is not finite, so the optimizer does
+        if self._stage == 0:  # here DeepSpeed does not skip steps, so the optimizer does it
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
             self._optimizer.grad_scale = torch.ones_like(norm)  # type: ignore[attr-defined]
@@ -119,7 +120,7 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Raises ValueError if parameters' step counts differ: DeepSpeed has only one."""
+        """Load the state. Raises ValueError if the parameters' step counts differ; DeepSpeed has only one."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
@@ -171,7 +172,7 @@ def settings(config: Config, precision: str) -> dict[str, Any]:
         "torch_autocast": {
             "enabled": precision == "bf16",
             "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],  # because their gradients would be reduced in bf16
+            "lower_precision_safe_modules": [],  # gradients of modules listed here would be reduced in bf16
         },
         "timers": {"throughput": {"enabled": False}},  # because it would synchronise the device in every step
     }

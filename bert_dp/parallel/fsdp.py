@@ -1,8 +1,8 @@
 """Train with FSDP2 (torch fully_shard): weights, gradients and optimizer state are sharded, and weights are
 gathered block by block.
 
-The optimizer updates this rank's shards as plain tensors. Only norms need whole tensors; they are computed by
-sums over ranks.
+The optimizer updates this rank's shards as plain tensors. Only norms need whole tensors; they are computed
+from sums over the ranks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -47,8 +47,8 @@ class Engine:
         assert isinstance(model, FSDPModule)
         sharded: list[Any] = [model, *blocks]
         for module in sharded:
-            module.set_gradient_divide_factor(1.0)  # sum gradients, because the loss is already divided
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is already a share
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
         self._model: Any = model
         self._sharded: dict[str, Any] = dict(model.named_parameters())
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}

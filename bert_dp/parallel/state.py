@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bert_dp.parallel import State
 
 Convert = Callable[[str, Tensor], Tensor]
-"""Function of (parameter name, tensor) that returns the whole tensor of a rank's shard, or vice versa."""
+"""Function (parameter name, tensor) -> tensor that unshards the tensor or returns this rank's shard."""
 
 
 def identity(name: str, tensor: Tensor) -> Tensor:
@@ -24,9 +24,9 @@ def read_state(
     parameters: Mapping[str, Tensor] | None = None,
     keep: bool = True,
 ) -> State | None:
-    """Copy the canonical state to the host; a tied tensor appears once, under its first name. Collective if
-    `unshard` is; a rank without `keep` takes part, but copies nothing and returns None. `parameters`: name ->
-    tensor that the optimizer updates, which shares memory with the model's tensor."""
+    """Copy the canonical state to the host. Collective if `unshard` is. A rank without `keep` takes part, but
+    copies nothing and returns None. `parameters`: the tensors that the optimizer updates, by name. They share
+    memory with the model's. A tied tensor has one optimizer state, under its first name."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     tensors = {**model.state_dict(), **parameters}
     weights = ((name, unshard(name, tensor)) for name, tensor in tensors.items())
@@ -81,5 +81,5 @@ def write_state(
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copy `items` to the host if `keep`. Evaluates every item in any case, as this may be collective."""
+    """Copy `items` to the host if `keep`. Even without it, evaluate all items: this may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

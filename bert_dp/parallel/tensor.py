@@ -1,4 +1,4 @@
-"""Split a model by its tensor plan, as in Megatron-LM (arXiv 1909.08053), into layers on plain tensors.
+"""Split a model over ranks by its tensor plan, as in Megatron-LM (arXiv 1909.08053), with plain tensors.
 
 A column-parallel linear layer computes a part of the outputs, and its input gradient is summed over the
 ranks. A row-parallel layer uses a part of the inputs, and its output is summed. The vocabulary (the rows of
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup | None
 
 
 class TensorParallel:
-    """Split a whole model over the ranks of `grid.tp_group`. Does nothing with one rank."""
+    """Tensor parallelism over the ranks of `grid.tp_group`. With a single rank, it does nothing."""
 
     def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
@@ -59,7 +59,7 @@ class TensorParallel:
                 module.tensor_rank = self._rank  # type: ignore[assignment]
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor with the full shape of parameter `name`."""
+        """Return this rank's shard of `whole`, which has the full shape of parameter `name`."""
         if name not in self._plan:
             return whole
         dim, count = self._plan[name]
@@ -79,8 +79,8 @@ class TensorParallel:
     def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
     ) -> ShardedSums:
-        """Return the ShardedSums of the optimizer's parameters, over a replica's ranks and over `groups`. A
-        replicated tensor is counted on one rank only."""
+        """Return the ShardedSums of the optimizer's parameters. It sums over a replica's ranks and over
+        `groups`, and counts a replicated tensor on one rank only."""
         if self._size == 1:
             return ShardedSums(None, groups)
         names = {parameter: name for name, parameter in named}
@@ -90,7 +90,7 @@ class TensorParallel:
 
 
 class ParallelLinear(Linear):
-    """Base class of this rank's part of a linear layer."""
+    """Base class of a linear layer that is split over ranks. Contains this rank's part."""
 
     def __init__(self, share: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -114,7 +114,7 @@ class RowLinear(ParallelLinear):
 
 
 class ParallelEmbedding:
-    """Compute the tied embedding, the decoder and the loss; each rank has V / ranks rows of the weight."""
+    """Embedding, tied decoder and loss over a split vocabulary: V / ranks rows of the weight on each rank."""
 
     def __init__(self, group: str, rank: int):
         self._group, self._rank = group, rank
@@ -132,7 +132,7 @@ class ParallelEmbedding:
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return [2, P]: each position's cross entropy over the whole vocabulary, and 1 if its label has the
-        greatest logit; both are 0 for a negative label. Has no gradient."""
+        greatest logit, else 0. Both are 0 for a negative label. Has no gradient."""
         with torch.no_grad():
             _, sum_P, label_P, *_ = _reduced_sums(widened(logits_PV), labels_P, self._rank, self._group)
         loss_P, real_P = sum_P.log() - label_P, labels_P >= 0
@@ -145,7 +145,7 @@ class ParallelEmbedding:
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return a copy reduced over the ranks by `operation`, SUM or MAX. Has no gradient."""
+    """Return a copy of `x`, reduced over the ranks by `operation`, SUM or MAX. Has no gradient."""
     out = x.contiguous().clone()
     dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))  # type: ignore[arg-type]
     return out
@@ -207,7 +207,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """Return (weight[ids], weight); backward sums the gradients of both uses in one tensor."""
+    """Embedding lookup that returns (weight[ids], weight). Backward adds both gradients in one tensor."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, rank: int, group: str) -> tuple[Tensor, Tensor]:
@@ -227,10 +227,10 @@ class _LookUp(torch.autograd.Function):
 def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the terms of the cross entropy by reducing P and 2 P numbers instead of gathering P x V. Logits
-    are relative to the greatest logit of all ranks. Returns exp_PV, the exponentials of this rank's columns;
-    sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative label); local_P, the
-    label's column on this rank; and mine_P, True if this rank has that column."""
+    """Compute the terms of the cross entropy. Two reductions, of P and 2 P numbers, replace a gather of P x V
+    logits. Logits are relative to the greatest one of all ranks. Return exp_PV, the exponentials of this
+    rank's columns; sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative label);
+    local_P, the label's column on this rank; and mine_P, True if this rank has that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
     local_P = labels_P - rank * logits_PV.shape[1]

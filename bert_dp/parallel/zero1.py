@@ -1,8 +1,8 @@
-"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, and the optimizer state of the
+"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, but only the optimizer state of the
 tensors that it owns.
 
-Gradients are reduced to a tensor's owner, which broadcasts the new weights. Together this sends as many bytes
-as one all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) remain exact.
+A tensor's gradient is reduced to its owner, which broadcasts the new weights. The two operations send as many
+bytes as one all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) are exact.
 """
 
 import itertools
@@ -28,12 +28,12 @@ from bert_dp.training.process import World
 
 MIB = 2**20
 DEFAULT_BUCKET_MIB = 25.0
-ALIGNED_BYTES = 16  # alignment of tensors, so that the graph compiled for a layer fits all layers
+ALIGNED_BYTES = 16  # alignment of a bucket's tensors, so that one compiled graph fits all layers
 
 
 @dataclass
 class Bucket:
-    """Tensors of one owner: one buffer for their weights and one for their gradients, padded with zeros."""
+    """Tensors of one owner. They share a buffer for weights and one for gradients, padded with zeros."""
 
     owner: int
     names: list[str]
@@ -56,7 +56,7 @@ class Engine:
         self._works: list[Any] = []
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Assign the tensors to owners. Raises ConfigError if there are more replicas than tensors."""
+        """Shard the model and assign owners. Raises ConfigError if there are more replicas than tensors."""
         self._tensor.shard_model(model)
         self._model = model
         self._parameters = dict(model.named_parameters())
@@ -73,7 +73,7 @@ class Engine:
         return model, self._optimizer
 
     def _make_buckets(self) -> list[Bucket]:
-        """Create the buckets in the order in which backward completes them, identical on every rank."""
+        """Create the buckets in the order in which backward completes them. All ranks use the same order."""
         open_buckets: dict[int, list[str]] = {}
         closed: list[list[str]] = []
         for name in reversed(self._parameters):
@@ -115,7 +115,7 @@ class Engine:
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def _send_complete(self) -> None:
-        """Reduce complete buckets to their owners, in the same order on every rank."""
+        """Start to reduce complete buckets to their owners, in the same order on every rank."""
         while len(self._works) < len(self._buckets):
             bucket = self._buckets[len(self._works)]
             if bucket.missing:
@@ -153,7 +153,7 @@ class Engine:
         return {"model": model, "optimizer": moments, "scaler": read_scaler(self._scaler)} if keep else None
 
     def _gather_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name/key, tensor) for all optimizer state, unsharded on the first replica. Collective."""
+        """Yield (name/key, tensor) for all optimizer state. Only the first replica unshards. Collective."""
         device = next(iter(self._parameters.values())).device
         mine = {name: self._optimizer.state.get(p, {}) for name, p in self._parameters.items()}
         facts = {
@@ -181,7 +181,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Assign an owner to each tensor, from the largest to the smallest: the rank with the smallest load."""
+    """Return each tensor's owner. Tensors go, largest first, to the rank with the fewest elements so far."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

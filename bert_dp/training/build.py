@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on each rank whose data differ from rank 0's, which can happen if every node has its
+    """Raise ConfigError on each rank whose data differ from rank 0's. This can happen if every node has its
     own cache. Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
@@ -46,9 +46,10 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to resume from, chosen by rank 0; return None to start a new run. `policy`: "auto"
-    (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
-    ConfigError if all checkpoints are damaged, or the data or an unchangeable setting differs. Collective."""
+    """Load the checkpoint that rank 0 chooses to resume from; return None to start a new run. `policy`:
+    "auto" (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
+    ConfigError if all checkpoints are damaged, or if the data or a setting that must not change differs.
+    Collective."""
     if policy == "never":
         return None
 
@@ -192,7 +193,7 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Discard records and checkpoints after the step to resume from, before any rank writes. Collective."""
+    """Discard records and checkpoints that are later than the step at which the run starts. Collective."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
@@ -224,7 +225,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
     ]
     if resumed is None and (init := trainer.metadata["init_from"]):
         lines.append(
-            f"run.init_from, {config.run.init_keeps}: loaded {init['tensors']} of {init['of']} tensors from "
+            f"run.init_from ({config.run.init_keeps}): loaded {init['tensors']} of {init['of']} tensors from "
             f"{init['checkpoint']}, SHA-256 {init['sha256'][:16]}"
         )
         if dropped := init["dropped"]:
@@ -234,7 +235,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """Add facts that only ranks know to environment.json, which the launcher has written. Rank 0 only."""
+    """Add to environment.json the facts that only a rank knows. Does nothing on ranks other than 0."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"

@@ -36,14 +36,14 @@ from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
 
 VERSION = 1  # version of the manifest's format
-MAX_SAVE_SHARE = 0.01  # maximum share of time to spend on saves if checkpoint.every_minutes is set
+MAX_SAVE_SHARE = 0.01  # maximum share of time that saves may take if checkpoint.every_minutes is set
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
 
 @dataclasses.dataclass
 class TrainState:
-    """Progress of a run. state.json stores the fields in SAVED; a resumed run resets the others."""
+    """Progress of a run. state.json stores the fields in SAVED; a resumed run resets the other fields."""
 
     step: int = 0
     """Completed optimizer steps."""
@@ -52,10 +52,10 @@ class TrainState:
     elapsed_s: float = 0.0
     """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Skipped steps up to the last log line or save; the meter has the current count, on the device."""
+    """Skipped steps up to the last log line or save. The meter has the current count, on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """Logged losses with which the next one is compared."""
+    """Previous logged losses, with which the next one is compared."""
     lr: float = 0.0
     """Learning rate of the last step."""
     global_batch: int = 0
@@ -210,7 +210,7 @@ def check(path: Path) -> str | None:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint (None if there is none), and what is wrong with each newer one."""
+    """Return the newest valid checkpoint (None if there is none), and a problem of each newer checkpoint."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         if (problem := check(path)) is None:
@@ -220,7 +220,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load state.json, and the unsharded state into host memory. Raises ConfigError if either is damaged."""
+    """Load the unsharded state into host memory, and state.json. Raises ConfigError if either is damaged."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -268,8 +268,8 @@ def kind(tensor: Tensor) -> str:
 
 
 def resolve(source: str) -> Path:
-    """Return the checkpoint at path `source`, or the newest valid one in a run directory or its checkpoints
-    directory. Warns of newer, damaged checkpoints on stderr. Raises ConfigError if none is valid."""
+    """Return the checkpoint at path `source`, or the newest valid one if `source` is a run directory or its
+    checkpoints directory. Warn of newer, damaged ones on stderr. Raises ConfigError if none is valid."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -295,7 +295,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decide when a checkpoint is due. All ranks pass equal values, so that they make equal decisions.
+    """Schedule of checkpoints. All ranks must pass equal values, so that they make equal decisions.
     `elapsed_s`: seconds on the shared clock when the newest checkpoint was saved."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
@@ -309,14 +309,14 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save and its pause; return a log line when it first lengthens the save interval."""
+        """Record a save and its pause. If it is the first to lengthen the interval, return a log line."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
         self._has_grown = True
         return (
             f"a save takes {pause_s:.1f} s, more than 1 % of checkpoint.every_minutes; "
-            f"the next one follows in {self._interval_s / 60:.1f} minutes"
+            f"the next save follows in {self._interval_s / 60:.1f} minutes"
         )
 
 
@@ -327,8 +327,8 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Write checkpoints in a background thread, one at a time. Every rank has an instance, but only rank 0
-    writes. A failed save is counted and leaves earlier checkpoints intact."""
+    """Writer of checkpoints in a background thread, one at a time. Every rank has an instance, but only rank
+    0 writes. A failed save is counted and leaves earlier checkpoints intact."""
 
     def __init__(
         self,
@@ -343,9 +343,9 @@ class AsyncCheckpointer:
         """Step of the newest checkpoint completely written to `folder`; None if there is none."""
         self.failed_saves = self.failed_writes = 0
         self.stall_s = 0.0
-        """Seconds for which saving paused training: to gather the state and to wait for an earlier write."""
+        """Seconds for which training paused, to gather the state and to wait for an earlier write."""
         self.abort_reason: Failure | None = None
-        """First failed save, which must end the run; set only if checkpoint.on_error is `stop`."""
+        """Failure of the first failed save. It ends the run; set only if checkpoint.on_error is `stop`."""
         self.problem: Failure | None = None
         """Failure of the last save; None if it succeeded."""
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
@@ -359,8 +359,8 @@ class AsyncCheckpointer:
         return path_of(self._folder, self.saved_step)
 
     def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
-        """Gather the state and start writing it. Waits for an earlier write first, so that host memory never
-        contains two states. If checkpoint.keep is 0, only sets `saved_step`. Collective."""
+        """Gather the state and start writing it. First wait for an earlier write, so that host memory never
+        contains two states. If checkpoint.keep is 0, only set `saved_step`. Collective."""
         if self._settings.keep == 0:
             self.saved_step = step
             return
@@ -372,7 +372,7 @@ class AsyncCheckpointer:
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for a pending write; return the newest saved step. Raises the writer's unexpected errors."""
+        """Wait for a pending write; return the newest saved step. Raises unexpected errors of the write."""
         self.close()
         if self._writing is not None:
             self._writing.result()

@@ -21,7 +21,7 @@ from bert_dp.training.process import World
 @dataclasses.dataclass(frozen=True)
 class HostAndDevice:
     node: str
-    """Host name, a slash and the boot ID, because machines copied from one image share their host name."""
+    """Host name, a slash and the boot ID. Machines copied from one image can have the same host name."""
     gpu: str | None
     """PCI address of the GPU, domain:bus:device.function as in sysfs; None for a CPU."""
 
@@ -50,7 +50,7 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but sees {gpus} GPUs"
+        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but {gpus} are visible"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
 
@@ -91,8 +91,8 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank,
-    needed because a rank may not see the other ranks' GPUs; () = there is only this rank."""
+    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank.
+    They are needed because a rank may not see the other ranks' GPUs. () = there is only this rank."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
         ranks = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
@@ -105,10 +105,10 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of the cores that it may use. `gpus`: PCI
-    address of each local rank's GPU, empty for CPU ranks. If there are fewer cores than ranks, no rank is
-    bound. A rank that may use fewer cores than its parent process keeps them, because the user has bound it
-    (srun, numactl). `root`: directory that contains sys/."""
+    """Bind this process to cores near its GPU, or to an equal share of the cores that it may use. If there
+    are fewer cores than ranks, no rank is bound. If a rank may use fewer cores than its parent process, the
+    user has bound it (srun, numactl), and it keeps these cores. `gpus`: PCI address of each local rank's GPU;
+    empty for CPU ranks. `root`: directory that contains sys/."""
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
         shares: tuple[Cores, ...] = (tuple(sorted(allowed)),)
@@ -124,16 +124,16 @@ def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
     """Return OMP_NUM_THREADS; None if it is unset, not a positive number, or the 1 that torchrun sets."""
-    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has one per nesting level
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
     if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
         return None
     return int(first) or None if first.isdecimal() else None
 
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
-    """Return the cores of each rank. `nodes`: allowed cores by NUMA node; `wanted`: each rank's node, None =
-    any. The ranks of a node get equal shares, so that none is slower, or all of its cores if it has too few.
-    A share is () if the node has no cores or, for None, if there are fewer cores than ranks."""
+    """Return the cores of each rank. `nodes`: allowed cores by NUMA node. `wanted`: each rank's node; None =
+    any. Ranks that want the same node get equal shares of its cores, so that none is slower. If it has fewer
+    cores than ranks, each rank gets all of them; for None, each gets (), which means no binding."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -146,8 +146,8 @@ def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]
 
 
 def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
-    """Group the allowed cores by NUMA node according to sysfs, with the threads of a physical core adjacent.
-    Without sysfs, all cores are on node 0, and each counts as a physical core."""
+    """Group the allowed cores by NUMA node, as listed in sysfs. Threads of one physical core are adjacent.
+    Without sysfs, all cores are assigned to node 0, and each counts as a physical core."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for core in parse_cores(_read(folder / "cpulist")):
@@ -196,8 +196,8 @@ def _read(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep memory freed by tensors. Otherwise every micro batch would obtain the memory of large
-    tensors from the kernel again, page by page. Does nothing without mallopt."""
+    """Let glibc keep the memory of freed tensors. Otherwise the kernel would supply the memory of large
+    tensors again for every micro batch, page by page. Does nothing without mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no separate mapping per tensor
@@ -222,15 +222,15 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Release a GPU's cached memory, for example from autotuning, and reset its peak-memory counter. Does
-    nothing on a CPU, because the process keeps freed memory."""
+    """Release a GPU's cached memory (autotuning leaves some), and reset its peak-memory counter. Does nothing
+    on a CPU, where the process keeps freed memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Return how often this rank's GPU allocator released its cache to retry; None on a CPU."""
+    """Return how often this rank's GPU allocator released its cache and tried again; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 
@@ -284,15 +284,15 @@ def choose_precision(setting: str, device: torch.device) -> Precision:
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:
-    """Choose the precision for inference: auto = bf16 on a GPU with bf16 hardware, else fp32. With fp32 there
-    is no autocast, so the weights keep their own precision."""
+    """Choose the precision for inference. `auto` means bf16 on a GPU with bf16 hardware, else fp32. fp32 uses
+    no autocast, so the weights keep their own precision."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return precision_of(setting)
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """Allow TF32 for fp32 matrix products on a GPU, unless the run's precision is fp32, because the MFU of
-    an fp32 run is relative to the fp32 peak."""
+    """Allow TF32 for fp32 matrix products on a GPU, unless the run's precision is fp32: the MFU of an fp32
+    run is relative to the device's fp32 peak."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

@@ -25,8 +25,8 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Exchange small host values over a gloo group that is not used for gradients. Every rank must call the
-    same methods in the same order. `group`: None for a single rank."""
+    """Collectives for small host values, over a gloo group that is not used for gradients. Every rank must
+    call the same methods in the same order. `group`: None for a single rank."""
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
         self.world = world
@@ -86,8 +86,8 @@ class HostCollectives:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
-    """Gather every rank's JSON value, in group-rank order, on a device that the group supports. Collective.
-    torch's object collectives are not used, because they unpickle, and so can execute, a peer's data."""
+    """Gather every rank's JSON value, in the order of the group's ranks. `device` must be one that the group
+    supports. Collective. torch's object collectives would unpickle, and thus could execute, a peer's data."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = len(data)
@@ -100,8 +100,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[HostAndDevice, ...]]:
-    """Return the store that all ranks share, and each rank's host and device. Does not create a process
-    group, because NCCL would fail or hang if two ranks shared a GPU. Collective."""
+    """Return the store that all ranks share, and each rank's host and device. Does not create a process group
+    yet, because NCCL fails or hangs if two ranks share a GPU. Collective."""
     mine = own_host_and_device(device)
     if world.size == 1:
         return dist.HashStore(), (mine,)
@@ -117,7 +117,8 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or a set of `rank_sets` spans nodes."""
+    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or if a set of ranks is spread over nodes.
+    `sets`: see `rank_sets` in config/checks.py."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -134,7 +135,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. A single rank joins a group only if the engine needs one (`group_of_one`)."""
+    None = call `rendezvous`. `group_of_one`: let a single rank join a group, which its engine needs."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -155,7 +156,7 @@ def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
     """List the last `count` collectives that this rank has started, oldest first; [] if torch has no flight
     recorder. `sizes` are the shapes of the inputs."""
     collectives: list[dict[str, Any]] = []
-    # private functions of torch for the flight recorders of NCCL and of other backends
+    # private functions of torch, for the flight recorders of other backends and of NCCL
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump else []
@@ -180,7 +181,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Request to stop: none, a signal (stop after a checkpoint), or a failure, which takes precedence."""
+    """Request to stop the run. After a signal, a checkpoint is saved first. A failure takes precedence."""
 
     signal: int = 0
     failed: bool = False
@@ -190,8 +191,9 @@ class Stop:
 
 
 class SharedClock:
-    """Send rank 0's elapsed seconds, and any rank's stop request, to all ranks. With `spending`, also send
-    the spent share of a budget in dollars or kWh, which `exchange` returns instead of the seconds.
+    """Clock that sends rank 0's elapsed seconds, and any rank's stop request, to all ranks. With `spending`,
+    it also sends the spent share of a budget in dollars or kWh; `exchange` then returns this share instead of
+    the seconds.
 
     `exchange` returns the values sent one step earlier and sends new ones, so that no step waits for them.
     Rank 0 sends the expected start of the next step: now plus the duration of the last completed step.
@@ -216,24 +218,25 @@ class SharedClock:
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """Return the elapsed seconds on this rank's clock. Use them only in records: ranks' clocks differ."""
+        """Return the elapsed seconds on this rank's clock. Clocks differ, so use them only in records."""
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """On rank 0 with `spending`, return the share of the budget spent by then, else `elapsed_s`."""
+        """Return the share of the budget that is spent at `elapsed_s`. Without `spending` and on ranks other
+        than 0, return `elapsed_s` itself."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds for a checkpoint. Without `spending`, return no less than the last
-        exchange did, which may have predicted a longer step, so that a resumed run loses no progress."""
+        """Return the elapsed seconds for a checkpoint; without `spending`, at least those that the last
+        exchange returned. It may have predicted a longer step, and a resumed run must not lose progress."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """Return the amount spent at the start of this step, which never decreases, and any rank's stop
-        request. The first call returns the initial elapsed_s, or rank 0's share of the budget. The second
-        call waits for rank 0, because the first one could not predict the step's end. Collective."""
+        """Return the seconds or share spent at the start of this step, which never decrease, and any rank's
+        stop request. The first call returns the initial elapsed_s, or rank 0's share of the budget. The
+        second call waits for rank 0, because the first one could not predict the step's end. Collective."""
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
             self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)
@@ -249,8 +252,8 @@ class SharedClock:
         return self._step_s
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
-        """Return whether an evaluation or a save, of the duration expected in `spending`, fits into a budget
-        in dollars or kWh without using its reserve; True for other budgets. Collective."""
+        """Return whether a budget in dollars or kWh allows an evaluation or a save without using its reserve.
+        `spending` has the expected duration. True for other budgets. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
@@ -261,7 +264,7 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """After a pause, which `exchange` could not predict, send the new amount spent. Collective."""
+        """Send the new amount spent after a pause, which `exchange` could not predict. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)

@@ -52,7 +52,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Rank):
-    """All objects with which one rank trains; created in build.py."""
+    """All objects that one rank needs for training; created in build.py."""
 
     precision: Precision
     stream: Stream
@@ -88,13 +88,13 @@ def train_step(
     num_targets: int,
     timers: Timers,
 ) -> tuple[Tensor, Tensor]:
-    """Run forward, backward, reduction, clipping and the optimizer step.
+    """Run one training step: forward, backward, reduction, clipping and the optimizer's update.
 
     `batches` yields `grad_accum_steps` micro batches; each is fetched after the previous one's backward pass.
-    `num_targets`: number of targets of the step over all replicas. Returns two device scalars, without a host
-    sync: this replica's share of the mean loss over the targets (the shares sum to the mean) and the reduced
-    gradient norm. The timer compute_before_reduction includes every pass except the last backward pass,
-    because that pass reduces gradients.
+    `num_targets`: number of targets of the step in all replicas. Return two device scalars, without a host
+    sync: this replica's share of the mean loss over the targets (the shares sum to the mean), and the norm of
+    the reduced gradient. The timer compute_before_reduction includes every pass except the last backward
+    pass, because that pass reduces gradients.
     """
     engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
@@ -118,9 +118,9 @@ def train_step(
 
 
 def dry_run(trainer: Trainer, start: State) -> None:
-    """Run one training step and one evaluation batch, then load the state `start`. This compiles the model,
-    detects a lack of memory early, and lets DDP build its buckets, because with three or more ranks its first
-    iteration reduces in a different order. Takes no samples from the stream. Collective."""
+    """Run one training step and one evaluation batch, then load the state `start`. This compiles the model
+    and reveals a lack of memory early. It also lets DDP build its final buckets: with three or more ranks,
+    DDP's first iteration reduces in another order. Takes no samples from the stream. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
     train_step(
@@ -193,7 +193,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
             log_steps(trainer, state, clock)
         step_s = clock.end_step()
         if clock.spending is not None and not state.eval_s:
-            # estimate before the first evaluation: a forward pass takes a third of a step
+            # estimate until the first evaluation: a forward pass takes a third of a step
             clock.spending.evaluation_s = step_s * trainer.data.num_evaluated / state.global_batch / 3
         evaluates = config.eval.every_steps and state.step % config.eval.every_steps == 0
         if evaluates and clock.has_time_for("evaluation_s"):  # otherwise evaluate only at the end
@@ -235,7 +235,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         state.request_abort(nothing, "not_finite" if state.step else "error")
     is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
-    if is_due:  # after the save, so that an error does not lose the run
+    if is_due:  # after the save, so that an error here does not lose the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # the evaluation was interrupted, or there is no held-out data
             stop = clock.poll_stop(stop_request(trainer, state))
@@ -249,7 +249,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """Write a line of metrics.jsonl and check it for loss spikes and skipped steps. Collective."""
     trainer.heartbeat.enter("log", state.step)
-    gc.collect()  # on all ranks at the same time, while the device works; fast, as older objects are frozen
+    gc.collect()  # on all ranks at once, while the devices work; fast, because older objects are frozen
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
     spent = clock.spent(elapsed_s)
@@ -311,7 +311,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
     """Start saving the run in the background. With `wait`, wait for the save and return its failure, or None
-    if it succeeded, identical on every rank. Collective."""
+    if it succeeded. The result is identical on every rank. Collective."""
     trainer.heartbeat.enter("save", state.step)
     checkpointer, comm = trainer.checkpointer, trainer.comm
     if wait and comm.broadcast(checkpointer.wait()) == state.step:

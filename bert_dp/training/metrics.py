@@ -1,5 +1,5 @@
-"""Measure steps, with one device sync, one gather and one record per log line; detect loss spikes, skipped
-steps and divergence."""
+"""Measure steps; detect loss spikes, skipped steps and divergence. Each log line takes one device sync, one
+gather and one record."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ Mark = Any  # point in time: a CUDA event on a GPU, seconds on a CPU
 
 
 class Timers:
-    """Measure the seconds of each step and of its phases: on a GPU with CUDA events, which `drain` reads."""
+    """Timers of steps and their phases, in seconds. On a GPU, they use CUDA events, which `drain` reads."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -66,7 +66,7 @@ class Timers:
         return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
 
     def drain(self) -> dict[str, list[float]]:
-        """Return the seconds of each step since the last drain, by name: the phases in TIMED, `step` (the
+        """Return {name: seconds of each step since the last drain}. The names are those in TIMED, `step` (the
         whole step) and `host` (time to enqueue the step; 0 if the GPU lagged behind, because a full queue may
         then have blocked the host). The device must be synchronised."""
         steps = []
@@ -82,8 +82,8 @@ class Timers:
 def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
-    """Return the ratio of the slowest rank's compute time to the median of the other ranks' times, and the
-    straggler: its rank, ratio, and seconds per step for which the others wait. Either result can be None.
+    """Return the ratio of the slowest rank's compute time to the median of the others', and the straggler:
+    its rank, its ratio, and the seconds per step for which the others wait. Either result can be None.
     `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
@@ -109,8 +109,8 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Accumulate measurements for each log line and, in `totals` (seconds), for the summary. The dry run is
-    not included. `tokens_per_sample` excludes padding; `skipped`: steps skipped before resuming."""
+    """Measurements for the next log line and, in `totals` (seconds), for the summary, without the dry run.
+    `tokens_per_sample`: mean, without padding. `skipped`: steps skipped before the run was resumed."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Meter:
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
         self.compute_before_reduction_s = [0.0] * layout.world_size
-        """Seconds of each rank before the reductions, summed over all measured steps."""
+        """Compute time of each rank before the reductions in seconds, summed over all measured steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
         self._row = torch.zeros_like(self.skipped)
@@ -256,13 +256,13 @@ class Meter:
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
-    """Let DDP time every `every_steps`-th step after the first ten; on a GPU, each one costs a sync."""
+    """Let DDP time every `every_steps`-th step after the first ten. On a GPU, a timed step costs a sync."""
     if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
         model._set_ddp_runtime_logging_sample_rate(every_steps)
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reduction not overlapped by backward in the step that DDP timed last, or None."""
+    """Return the seconds of reduction that backward did not hide in the step that DDP timed last, or None."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
@@ -300,13 +300,14 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
-    """Return the reason to stop if too many consecutive steps up to `step`, which has learning rate `lr`, had
-    a gradient that is not finite, else None. Called once per log line, as `in_a_row` needs a sync."""
+    """Return the reason to stop if too many consecutive steps were skipped because the gradient was not
+    finite, else None. `step`: the last of them; `lr`: its learning rate. Called once per log line, because
+    reading `in_a_row` from the device needs a sync."""
     most = config.run.max_skipped_in_a_row
     if in_a_row < most + (FP16_SKIPS if precision == "fp16" else 0):
         return None
     return (
-        f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, at "
+        f"{in_a_row} steps in a row up to step {step} were skipped because the gradient was not finite, at "
         f"learning rate {lr:.3g} (run.max_skipped_in_a_row is {most}); {_advice(config, precision)}"
     )
 
@@ -318,7 +319,7 @@ def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> 
     if not step or skipped < step:
         return None
     return (
-        f"all {step} steps had a gradient that is not finite and were skipped, so the weights have not "
+        f"all {step} steps were skipped because the gradient was not finite, so the weights have not "
         f"changed; {_advice(config, precision)}"
     )
 

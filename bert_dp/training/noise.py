@@ -1,5 +1,5 @@
 """Estimate the gradient noise scale B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162,
-A.1), the batch size beyond which additional samples per step bring diminishing returns.
+appendix A.1). Beyond this batch size, additional samples per step bring diminishing returns.
 
 NormPairs collects gradient norms at two batch sizes per step; `estimate` computes B_simple from the norms.
 """
@@ -31,12 +31,12 @@ CommHook = Callable[[Any, Any], Any]
 
 
 class NormPairs:
-    """Collect two norms per step: of the mean gradient of a small batch and of the global batch, before
-    clipping. The norms stay on the device until `drain`. Does nothing unless log.noise_scale is set.
+    """Collector of two norms per step, before clipping: those of the mean gradients of a small batch and of
+    the global batch. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
 
     The small batch is one replica's share of the global batch or, with one replica, the first micro batch.
 
-    `share`: a replica's gradient before the reduction, divided by the mean gradient of its samples.
+    `share`: ratio of a replica's gradient before the reduction to the mean gradient of its samples.
     """
 
     def __init__(self, config: Config, dp_size: int, *, share: float = 1.0):
@@ -95,7 +95,7 @@ class NormPairs:
 
     def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
         """Return lines of noise.jsonl, one per batch size, for the steps since the last drain up to `step`.
-        Omits skipped steps, and steps whose small batch is the whole batch. Collective."""
+        Omit skipped steps, and steps whose small batch is the whole batch. Collective."""
         ended, self._ended = self._ended, []
         if not ended:
             return []
@@ -125,8 +125,9 @@ def estimate(
         tr(Sigma)  = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
 
     Both are averaged over the steps before the division. The 95 % interval is Fieller's: all ratios x with
-    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), with Var from 20 blocks of steps.
-    The result is inconclusive with fewer than 50 steps, or if |G|^2 or tr(Sigma) is not above 0 at 99.9 %.
+    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2). Var is estimated from 20 blocks of steps.
+    The result is inconclusive with fewer than 50 steps, or if |G|^2 or tr(Sigma) is not above 0 with a
+    confidence of 99.9 %.
     """
     small_N, big_N, b_N, B_N = np.broadcast_arrays(
         *(np.asarray(x, np.float64) for x in (small_sq, big_sq, b_small, b_big))

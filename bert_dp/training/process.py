@@ -37,7 +37,7 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Store the first stop signal received after `catch`; the training loop reads it in every step."""
+    """First stop signal received after `catch`. The training loop reads it in every step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -67,7 +67,7 @@ def gc_paused() -> Iterator[None]:
 
 
 class TolerantFile(io.FileIO):
-    """Write to an open file descriptor; count and discard failed writes."""
+    """Raw output file that counts failed writes and discards them."""
 
     failed_writes = 0
     """Failed writes of this process's log, for summary.json."""
@@ -98,7 +98,7 @@ class LogStream(io.TextIOWrapper):
 
 
 class Records:
-    """Append lines to the record files in a run directory."""
+    """Record files in a run directory, to which lines are appended."""
 
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
@@ -106,7 +106,7 @@ class Records:
         self.failed_writes = 0
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, to file `name`; log a warning for the file's first failure."""
+        """Append `line`, which has a `step`, to file `name`. Log a warning for the file's first failure."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
@@ -117,8 +117,8 @@ class Records:
 
 
 def redirect_output(rank: int) -> None:
-    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log, if the variable is set, and, on SIGUSR2,
-    its stacks to rank-N.stack. A separator line follows an earlier process's log. Counts failed writes."""
+    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log if the variable is set. A separator line
+    follows an earlier process's log. Count failed writes. On SIGUSR2, append stacks to rank-N.stack."""
     sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
@@ -147,7 +147,7 @@ def show_stacks_on_signal(rank: int) -> None:
 
 def follow_launcher() -> None:
     """Exit as soon as the launcher exits for any reason. torchrun starts each worker in a separate session,
-    so that nothing else would stop this process."""
+    so nothing else would stop this process. Does nothing without a launcher."""
     pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
         return
@@ -173,7 +173,7 @@ PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = files.BEAT_SLOTS.values()
 
 
 class HeartbeatWriter:
-    """Write one rank's heartbeat; `files.Heartbeat` defines the fields."""
+    """Writer of one rank's heartbeat; `files.Heartbeat` defines the fields."""
 
     def __init__(self, path: Path):
         self._memory = _map(path)
@@ -264,8 +264,8 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """Read the world from the first of _SCHEMES whose variables are set; otherwise return a world of one
-    rank. Raises ConfigError if a variable is not an integer or a rank is outside the world."""
+    """Read the world from the first of _SCHEMES whose variables are set; if there is none, return a world of
+    one rank. Raises ConfigError if a variable is not an integer or a rank is outside the world."""
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
             continue
@@ -290,8 +290,8 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
-    """Return the number of ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on
-    the third. Raises ValueError for another format."""
+    """Return the number of ranks on this node. Slurm lists all nodes: 4(x2),1 means 4 ranks on each of two
+    nodes and 1 on the third. Raises ValueError for another format."""
     if name == "LOCAL_WORLD_SIZE":
         default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for this variable
     nodes: list[int] = []

@@ -12,7 +12,7 @@ from bert_dp.training.process import HeartbeatWriter
 
 
 class StepTrace:
-    """Profile the steps and ranks in `plan`; do nothing without a plan. Every rank creates an instance."""
+    """Profiler of the steps and ranks in `plan`; None = do nothing. Every rank creates an instance."""
 
     def __init__(
         self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter
@@ -27,8 +27,8 @@ class StepTrace:
         self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Start or stop recording if that is planned after step `step`; with `at_end`, stop in any case. Step
-        times exclude the time that this takes. Collective."""
+        """Start or stop recording as planned after step `step`. With `at_end`, stop in any case. Step times
+        exclude this pause. Collective."""
         plan = self._plan
         if plan is None:
             return

@@ -1,6 +1,7 @@
 """Run one rank: `python -m bert_dp.worker RUN/config.yaml`.
 
-torchrun, accelerate launch and deepspeed (also under `bert-dp train`), srun and mpirun start this command.
+torchrun, accelerate launch, deepspeed, srun or mpirun starts this command. `bert-dp train` uses one of the
+first three.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def run_process() -> None:
 def main(
     argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
 ) -> int:
-    """Run one rank. Returns 0 if it is done or stopped after a checkpoint, 2 for bad input, 1 for a failure.
+    """Run one rank. Return 0 if the run is done or was stopped after a checkpoint, 2 for bad input, else 1.
     `make_task`: creates a task that the configuration cannot select; None = create the configured task.
     `standalone`: there is no launcher, so rank 0 manages and displays the run."""
     files.set_private_umask()
@@ -70,8 +71,8 @@ def main(
 
 
 def record_error(rank: int, error: BaseException) -> None:
-    """Write the error to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters, because the
-    launcher stops showing the log when it finds the file, so that it can report the cause first."""
+    """Write the error to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log. The order matters: when the
+    launcher finds the file, it stops showing the log, so that it can report the cause first."""
     secrets = files.secret_values(os.environ)  # a library's error message may contain secrets
     folder = os.environ.get(files.LOG_DIR)
     if folder:
@@ -115,7 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
     parser.add_argument("--run-dir", type=Path, help="run directory; default: the directory of config")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run the code in task and optim.name")
+    parser.add_argument("--allow-code", action="store_true", help="run the files in task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 = 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
@@ -210,7 +211,7 @@ def run(
         unit = config.schedule.unit
         spending: Spending | None = None
         if unit in METERED:
-            # exiting must stop the processes that set-up started, so it is slow if set-up was slow
+            # an exit must stop the processes that set-up started, so it is slow if set-up was slow
             end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
             spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
@@ -230,8 +231,8 @@ def run(
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
     """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. Under a
-    launcher, which has locked RUN_LOCK, wait up to EXIT_WAIT_S for .lock, because it can only be held
-    by a rank 0 that the launcher has killed and that has not exited yet."""
+    launcher, which has locked RUN_LOCK, wait up to EXIT_WAIT_S for .lock: only a rank 0 that the launcher has
+    killed and that has not exited yet can still hold it."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):

@@ -1,1 +1,1 @@
-"""Define the command line: one function per verb, with the options as parameters. `app` registers them."""
+"""Define the verbs as functions whose parameters are the command line's options. `app` registers them."""

@@ -13,7 +13,7 @@ from bert_dp import __version__, files
 from launcher.cli import evaluation, planning, reports, training, tuning
 from launcher.cli.exit_code import exit_code
 
-SHARED = ("report", "data", "export")  # write with the user's umask; all other verbs write private files
+SHARED = ("report", "data", "export")  # write with the user's umask; all others write private files
 
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 def _group(name: str, help: str, **verbs: Callable[..., int]) -> None:
-    """Register the two-word verbs `bert-dp NAME VERB` of a group."""
+    """Register a group of two-word verbs, `bert-dp NAME VERB`."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help)
     for verb, function in verbs.items():
         group.command(verb)(function)
@@ -45,7 +45,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Pretrain a crammed BERT on every GPU of this machine, and measure what each GPU adds."""
+    """Pretrain a crammed BERT on all GPUs of one or several nodes, and measure how throughput scales."""
     if context.invoked_subcommand not in SHARED:
         files.set_private_umask()
 
@@ -79,7 +79,7 @@ _plans.callback()(planning.plan)
 _plans.command("fit")(planning.plan_fit)
 _plans.command("scaling")(planning.plan_scaling)
 app.add_typer(_plans, name="plan")
-_group("tune", "Find the micro batch and the learning rate.", batch=tuning.tune_batch, lr=tuning.tune_lr)
+_group("tune", "Find the best micro batch or learning rate.", batch=tuning.tune_batch, lr=tuning.tune_lr)
 
 
 def _exit_on_signal(number: int, frame: object) -> None:

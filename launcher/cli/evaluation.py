@@ -16,9 +16,9 @@ def eval_glue(
     words: opt.Settings = None,
     data: opt.GlueData = None,
     tasks: Annotated[
-        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks; default: every task with files in --data.")
+        Sequence[str], opt.parsed(opt.words, "NAME,...", "GLUE tasks; default: all with files in --data.")
     ] = (),
-    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is the median.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is their median.")] = 5,
     init: opt.Init = "checkpoint",
     nproc: Annotated[int, Option(min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
@@ -27,10 +27,10 @@ def eval_glue(
     json: opt.Json = False,
     set_: opt.Set = None,
 ) -> int:
-    """Finetune on GLUE tasks with several seeds and report the scores.
+    """Finetune a run on GLUE tasks with several seeds and report the scores.
 
-    Each score is the median over the seeds, on the dev set; the score of a constant answer is shown next to
-    it. Writes glue.json and an HTML page.
+    Each score is the median over the seeds on the dev set. It is shown next to the score of always giving
+    the same answer. Writes glue.json and an HTML page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
@@ -44,9 +44,7 @@ def eval_glue(
 
 def eval_mlm(
     run: opt.Run,
-    texts: Annotated[
-        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs to compare come before the texts.")
-    ],
+    texts: Annotated[list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs to compare come first.")],
     documents: Annotated[str, Option(help="Document separator in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
@@ -55,8 +53,8 @@ def eval_mlm(
 ) -> int:
     """Measure the held-out loss of a run on any text, or compare several runs.
 
-    Shows the loss per token, and the loss of whole words in bits per byte, which is comparable across
-    vocabularies. The intervals reflect the variation between documents.
+    Shows the loss per token, and the loss of hidden whole words in bits per byte. The bits per byte can be
+    compared across vocabularies. The intervals reflect the variation between documents.
     """
     from launcher.evaluate import text_loss
 
@@ -67,18 +65,19 @@ def eval_mlm(
 def predict(
     run: opt.Run,
     file: Annotated[
-        str, Argument(metavar="FILE", help="One text per line, table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
+        str, Argument(metavar="FILE", help="Lines of text, a table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
     ],
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
     ] = None,
-    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of the second text.")] = None,
+    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of a pair's second text.")] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
     precision: opt.Precision = "auto",
 ) -> None:
     """Write predictions for a file, one JSON line per example.
 
-    A finetuned run predicts labels with their probabilities, or a score; a pretrained run outputs encodings.
+    A finetuned run predicts labels with their probabilities, or a score. A pretrained run gives the encoding
+    of an example, which is the mean of its hidden states.
     """
     from bert_dp.evaluation.prediction import predict_file
 
@@ -92,7 +91,7 @@ def _export(form: ExportFormat, run: Path, out: Path, encoder: bool, precision: 
 
 
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:
-    """Export to a directory that transformers can load.
+    """Export a run to a directory that transformers can load.
 
     The model loads without bert-dp's code, as ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT,
     depending on the run's position and norm settings. The tokenizer and a model card are written too.
@@ -106,7 +105,7 @@ def export_onnx(
     encoder: opt.WithoutHead = False,
     int8: Annotated[bool, Option("--int8", help="Apply dynamic int8 quantization.")] = False,
 ) -> int:
-    """Export model.onnx, for any batch size and any sequence length up to the run's."""
+    """Export a run to model.onnx, for any batch size and any sequence length up to the run's."""
     return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
 
 
@@ -116,7 +115,10 @@ def export_aoti(
     encoder: opt.WithoutHead = False,
     bf16: Annotated[bool, Option("--bf16", help="Use bf16 weights and matrix products.")] = False,
 ) -> int:
-    """Export model.pt2, which AOTInductor compiles for this kind of processor; Python and C++ can load it."""
+    """Export a run to model.pt2, compiled by AOTInductor.
+
+    The file runs on the kind of processor on which it was compiled. Python and C++ can load it.
+    """
     return _export("aoti", run, out, encoder, "bf16" if bf16 else "fp32")
 
 
@@ -125,7 +127,7 @@ def export_check(
         Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Exported run; default: one in ., runs/ or next to DIR.")
+        Path | None, Option(metavar="RUN", help="Exported run; default: found in ., runs/ or next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

@@ -1,4 +1,4 @@
-"""Turn the end of a command into its exit code: 0 success, 1 failure, 2 bad input, 128 + signal number.
+"""Map the outcome of a command to an exit code: 0 success, 1 failure, 2 bad input, 128 + signal number.
 
 A verb that trains returns its run's `Summary.exit_code` (bert_dp/files/models.py).
 """
@@ -39,7 +39,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         broken = end.__context__ if isinstance(end, SystemExit) and end.code == 1 else end
         if not isinstance(broken, BrokenPipeError):
             raise
-        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may not have finished
+        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may be unfinished
             print_error(f"error: {broken.strerror}")
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,7 +81,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _usage_error(error: Any) -> str:
-    """Format a usage error as one line, option first; for a group without a verb, return the group's help."""
+    """Format a usage error as one line that starts with the option. If a verb is missing, return the help."""
     shown = io.StringIO()
     error.show(shown)
     if "Error: " not in shown.getvalue():

@@ -22,7 +22,7 @@ TEXTS = "Files, directories or globs (text, JSONL, Parquet; .gz, .xz, .zst), hub
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Make an option; `parse` converts its value or raises BadParameter. `names` replace the default name."""
+    """Make an option. `parse` converts its value or raises BadParameter. `names` replace the default name."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text  # a default is already converted
@@ -31,7 +31,7 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse a list like `1,2,4` or a range like `1..1024`, which doubles up to and including its end."""
+    """Parse a list such as `1,2,4` or a range; the range `1..6` means 1, 2, 4, 6."""
     problem = f"{text!r} is not a list (1,2,4) or range (1..1024) of numbers up to {MAX_GPUS:,}"
     if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
         raise BadParameter(problem)
@@ -47,7 +47,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Split a list at commas and drop repeated names."""
+    """Parse a comma-separated list of names; drop repeated names."""
     found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if not all(found):
         raise BadParameter(f"{text!r} is not a comma-separated list of names")
@@ -97,7 +97,7 @@ def program(text: str) -> tuple[str, ...]:
     except ValueError as error:
         raise BadParameter(f"{text!r}: {error}") from None
     if not found or shutil.which(found[0]) is None:
-        raise BadParameter(f"{text!r} does not start with an executable program")
+        raise BadParameter(f"{text!r} does not start with the name of an executable program")
     return tuple(found)
 
 
@@ -110,7 +110,7 @@ def launcher(text: str) -> str:
 
 # --- options, in order of appearance
 
-CONFIG_HELP = "YAML file or a name from `bert-dp configs` (default: quickstart), and settings."
+CONFIG_HELP = "Configuration (YAML file or name from `bert-dp configs`; default: quickstart) and settings."
 Words = Annotated[
     list[str] | None, Argument(metavar="CONFIG | SETTING=VALUE", show_default=False, help=CONFIG_HELP)
 ]
@@ -123,7 +123,7 @@ Set = Annotated[
 ]
 Run = Annotated[
     Path,
-    Argument(metavar="RUN", show_default=False, help="Checkpoint, or run (its newest checkpoint is used)."),
+    Argument(metavar="RUN", show_default=False, help="Run (its newest checkpoint is used) or checkpoint."),
 ]
 Nproc = Annotated[str, Option(help="Number of ranks; auto: one per GPU, or 2 on a CPU.")]
 Launcher = Annotated[
@@ -167,7 +167,7 @@ Precision = Annotated[
     Option(help="fp32: no autocast; bf16: autocast; auto: bf16 if the GPU supports it, else fp32."),
 ]
 Out = Annotated[
-    Path | None, Option(help="Output directory: new, or one to resume; default: in scaling/, tune/ or eval/.")
+    Path | None, Option(help="Output directory, new or to resume; default: new, in scaling/, tune/ or eval/.")
 ]
 ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
@@ -176,7 +176,7 @@ Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 def measuring(out: Path | None, dry_run: bool, json: bool) -> VerbOptions:
-    """Combine the options that all measuring verbs share."""
+    """Return the options that all measuring verbs share."""
     return VerbOptions(out, dry_run, json, console())
 
 

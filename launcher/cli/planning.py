@@ -24,7 +24,7 @@ def plan(
     ] = None,
     gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Number of devices on one node.")] = 1,
     config: Annotated[
-        str, Option(help="Configuration of the tokenizer, data, batch, optimizer and kind of model.")
+        str, Option(help="Configuration with the tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
     frontier: Annotated[Path | None, Option(help="frontier.json from `bert-dp plan fit`.")] = None,
     from_: Annotated[
@@ -34,18 +34,18 @@ def plan(
     tokens_per_parameter: Annotated[
         float | None, Option(min=0.1, max=1e6, help="Training tokens per parameter, instead of --frontier.")
     ] = None,
-    keep_model: Annotated[bool, Option("--keep-model", help="Plan the model of --config unchanged.")] = False,
+    keep_model: Annotated[bool, Option("--keep-model", help="Keep the model of --config as it is.")] = False,
     tokens_available: Annotated[
         float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute the epochs.")
     ] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device hour.")] = None,
     watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device in watts.")] = None,
-    pue: Annotated[float, Option(min=1, max=10, help="Power of the building / power of the machines.")] = 1.0,
-    grid: Annotated[str | None, Option(help="Region in plan/grid.yaml for CO2: world, France, ...")] = None,
+    pue: Annotated[float, Option(min=1, max=10, help="Power of the data center / of the machines.")] = 1.0,
+    grid: Annotated[str | None, Option(help="Region whose CO2 per kWh applies: world, France, ...")] = None,
     g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
-    out: Annotated[Path, Option(help="Configuration to write.")] = OUT,
-    page: Annotated[Path | None, Option(help="HTML page to write, a calculator with sliders.")] = None,
+    out: Annotated[Path, Option(help="Configuration file to write.")] = OUT,
+    page: Annotated[Path | None, Option(help="HTML file to write: a calculator with sliders.")] = None,
     json: opt.Json = False,
 ) -> int:
     """Plan the model, tokens and loss for a budget."""
@@ -99,9 +99,9 @@ def plan_scaling(
     seq_per_s: Annotated[
         float | None, Option(min=1e-3, help="Sequences/s measured on one GPU, instead of --from.")
     ] = None,
-    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch used for --seq-per-s.")] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch that gave --seq-per-s.")] = None,
     gpu: Annotated[
-        str | None, Option(help="GPU of --seq-per-s, to estimate the optimizer's time: A100-80G, ...")
+        str | None, Option(help="GPU that gave --seq-per-s (A100-80G, ...), for the optimizer's time.")
     ] = None,
     link: Annotated[
         str | None, Option(help="Link within a node: nvlink4, pcie4, ...; default: as measured.")

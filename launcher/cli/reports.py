@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 def report(
     run_dirs: Annotated[
-        list[Path], Argument(help="One or more runs or GLUE evaluations, or one benchmark or search.")
+        list[Path], Argument(help="One or more runs or GLUE evaluations, or a single benchmark or search.")
     ],
     out: Annotated[Path | None, Option(help="HTML file; default: DIR/report.html.")] = None,
-    json: Annotated[bool, Option("--json", help="Print JSON; write no page.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON instead of writing a page.")] = False,
     log_to: Annotated[
         Sequence[str],
         opt.parsed(opt.loggers, "NAME,...", "Send the runs to wandb, mlflow, tensorboard or trackio."),
     ] = (),
 ) -> int:
-    """Write the HTML page of a run, a comparison, a benchmark, a search or an evaluation."""
+    """Write an HTML report on runs, GLUE evaluations, a benchmark or a search."""
     from bert_dp.files import PAGE
     from launcher.report import html
     from launcher.report.page import show_end, show_report
@@ -62,7 +62,7 @@ def report(
 
 def report_of(run_dirs: Sequence[Path]) -> Report:
     """Build the report on one or more directories from their result files. Raises ConfigError if a directory
-    contains no result, or if the directories cannot be compared."""
+    contains no result or the directories cannot be compared."""
     from launcher import evaluate, results, tune
     from launcher.evaluate.glue_scores import Glue, compare_report, glue_report
     from launcher.report.run_page import of_directories
@@ -88,7 +88,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     if len(run_dirs) == 1:
         return pages[kind](first / kind)
     if kind != evaluate.FILE:
-        raise ConfigError([Issue("RUN_DIRS", "conflict", f"pass a single directory with {kind}")])
+        raise ConfigError([Issue("RUN_DIRS", "conflict", f"pass one directory with {kind}, not several")])
     return compare_report(run_dirs)
 
 
@@ -157,7 +157,7 @@ def checkpoints(
 
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Verify and describe a checkpoint. `problem`: None if it is intact. `losses`: held-out loss by step."""
+    """Verify and describe a checkpoint. `problem`: None if it is intact. `losses`: step -> held-out loss."""
     from bert_dp.training import checkpoint
 
     facts, num_bytes = None, None

@@ -39,7 +39,7 @@ def train(
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
-        bool, Option("--allow-code", help="Run the Python files given by `task` and `optim.name`.")
+        bool, Option("--allow-code", help="Allow the Python files in `task` and `optim.name` to run.")
     ] = False,
     profile: Annotated[
         str | None, Option(metavar="FIRST:END", help="Steps to profile; 10:13 means steps 10, 11 and 12.")
@@ -54,8 +54,8 @@ def train(
 ) -> int:
     """Pretrain a model.
 
-    By default, training takes two minutes and uses the built-in text. On several nodes, --nnodes, --node-rank
-    and --rendezvous default to the environment variables of Slurm, Kubeflow or SkyPilot.
+    By default, training takes two minutes and uses the built-in text. Under Slurm, Kubeflow or SkyPilot,
+    --nnodes, --node-rank and --rendezvous default to the values in their environment variables.
     """
     from launcher import job
     from launcher.run import train
@@ -89,7 +89,7 @@ def train(
         overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-        if not dry_run:  # the micro batch was measured, so no estimate is needed
+        if not dry_run:  # the micro batch has run, so the memory need not be estimated
             options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
@@ -112,7 +112,7 @@ def finetune(
     test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict labels for.")] = None,
     dev_fraction: Annotated[
         float | None,
-        Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train to use as the dev set."),
+        Option(min=0.001, max=0.9, metavar="F", help="Share of each class in --train to use as the dev set."),
     ] = None,
     seeds: Annotated[int, Option(min=1, max=100, help="Number of runs, each with a different seed.")] = 1,
     text: opt.TextColumn = None,
@@ -132,7 +132,7 @@ def finetune(
     """Train a classifier or regressor from a pretrained run.
 
     Uses the training loop of `train`: N ranks train the same model as one rank. The last line of the output
-    shows the scores; predictions.jsonl in the run directory contains the prediction for each example.
+    shows the scores. predictions.jsonl in the run directory contains the prediction for each example.
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
@@ -166,7 +166,7 @@ def distill(
         Argument(
             metavar="TEACHER",
             show_default=False,
-            help="Finetuned run. With --teacher-logits: any run; only its tokenizer is used.",
+            help="Finetuned run. With --teacher-logits: any run with the tokenizer to use.",
         ),
     ],
     words: Annotated[
@@ -186,15 +186,15 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL file with text, text_pair for pairs, and logits of any model."),
+        Option(metavar="FILE", help="JSONL file with text, text_pair (for pairs) and logits of any model."),
     ] = None,
     copies: Annotated[
         int | None,
-        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20; 10 for pairs."),
+        Option(min=0, metavar="K", help="Augmented copies per training example; default: 20 (pairs: 10)."),
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
-        Option(help="Source of replacement words: same part of speech (pos) or language model (mlm)."),
+        Option(help="Replacement words: same part of speech (pos), language model (mlm), or none."),
     ] = "pos",
     embeddings: Annotated[
         str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: word vectors.")
@@ -261,7 +261,7 @@ def configs(
 
 def data_build(
     words: Annotated[list[str], Argument(metavar="SOURCE | SETTING=VALUE", help=opt.TEXTS)],
-    out: Annotated[Path, Option(help="Directory to write.")],
+    out: Annotated[Path, Option(help="Output directory.")],
     vocab_size: Annotated[
         int | None, Option(help="Vocabulary size of the tokenizer to train; default: 32,768.")
     ] = None,
@@ -302,7 +302,7 @@ def data_inspect(
     directory: Annotated[Path, Argument(help="Directory written by `bert-dp data build`.")],
     json: opt.Json = False,
 ) -> int:
-    """Verify the hashes of shards, and show their counts, entropies and samples."""
+    """Verify the hashes of shards. Show their counts and entropies, and sample texts."""
     from launcher import datasets
 
     return datasets.inspect(directory, as_json=json, console=opt.console())

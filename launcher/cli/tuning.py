@@ -68,7 +68,7 @@ def tune_batch(
     budget: Annotated[
         float, opt.parsed(opt.seconds, "TIME", "Total time of the trials: 90s, 5m (default), 1h.")
     ] = 300.0,
-    memory: Annotated[float | None, Option(help="GiB per rank to use; default: all free memory.")] = None,
+    memory: Annotated[float | None, Option(help="Memory per rank in GiB; default: all free memory.")] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
     out: opt.Out = None,
@@ -77,8 +77,9 @@ def tune_batch(
 ) -> int:
     """Find the best micro batch per rank with real runs.
 
-    The result is the smallest micro batch within 3 % of the best throughput. The gradient accumulation is
-    adjusted to keep the global batch. Also measures the memory per rank and the gradient noise scale.
+    On a GPU, the result is the fastest micro batch. On a CPU, it is the smallest one within 3 % of the
+    fastest. The gradient accumulation is adjusted to keep the global batch. Also measures the memory per
+    rank and the gradient noise scale.
     """
     from launcher.tune import batch as search
 
@@ -96,7 +97,7 @@ def tune_lr(
         float | None, Option(min=1, help="Tokens of a whole run; default: as configured.")
     ] = None,
     budget: Annotated[
-        float | None, opt.parsed(opt.seconds, "TIME", "Shorten the runs to fit in this time: 90s, 30m, 2h.")
+        float | None, opt.parsed(opt.seconds, "TIME", "Total time; runs are shortened to fit: 90s, 30m, 2h.")
     ] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
@@ -106,7 +107,7 @@ def tune_lr(
 ) -> int:
     """Find the learning rate with runs that complete their schedule.
 
-    A range test finds the rate at which training diverges. The first rung tries lower rates on short runs.
+    A range test finds the rate at which training diverges. The first rung tries lower rates in short runs.
     The last rung compares the best rates by the held-out loss of whole runs with several seeds. Writes
     tune.json, and tuned.yaml for `train`.
     """

@@ -21,7 +21,7 @@ RECIPE = "distill.yaml"
 LSTM_SIZES = {"QQP": 300}  # hidden units by task in Tang et al. 2019; 150 for other tasks
 EMBEDDING_SIZE = 300  # size of the word2vec vectors in Tang et al. 2019
 DERIVED = ("distill.logits", "distill.embeddings")
-COPIES = {False: 20, True: 10}  # copies per example; True: the example is a pair of texts
+COPIES = {False: 20, True: 10}  # augmented copies per example; key: is the example a pair of texts?
 
 
 def load(
@@ -71,8 +71,9 @@ def load(
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
-    """Return the configuration of a student before the data is known: a BiLSTM, a pretrained run with its
-    weights, or the model of a configuration with random weights. Raise ConfigError if it is invalid."""
+    """Return the levels of a student's configuration before the data is known. The student is a BiLSTM, a
+    pretrained run with its weights, or the model of a configuration with random weights. Raise ConfigError
+    if it is invalid."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
@@ -87,7 +88,7 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
             raise ConfigError([Issue("--embeddings", "not_found", f"{path} is not a file", embeddings)])
         return [{"model": model, "data": data, "distill": {"embeddings": str(path.resolve())}}, recipe]
     if embeddings != "random":
-        raise ConfigError([Issue("--embeddings", "no_effect", "needs a BiLSTM", embeddings, "--student")])
+        raise ConfigError([Issue("--embeddings", "no_effect", "requires a BiLSTM", embeddings, "--student")])
     if files.newest_checkpoint_facts(Path(student)) is None:
         model = {**read_yaml(find_config(student)).get("model", {}), "vocab_size": rows}
         return [{"model": model, "data": data}, recipe]
@@ -103,10 +104,11 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
 def transfer_options(
     logits: str | None, copies: int | None, replace: str, teacher: Pretrained, seed: int
 ) -> list[str]:
-    """Return bert_dp.examples.prepare's options for the transfer set. Raise ConfigError if they conflict."""
+    """Return the options with which bert_dp.examples.prepare makes the transfer set. Raise ConfigError if
+    options conflict or the model that replaces words is missing."""
     if logits is not None:
         if copies is not None:
-            message = "the texts of --teacher-logits are the whole transfer set"
+            message = "the transfer set is exactly the texts of --teacher-logits"
             raise ConfigError([Issue("--copies", "conflict", message, copies, "--teacher-logits")])
         return ["--teacher-logits", logits]
     count = COPIES[teacher.config.finetune.pair] if copies is None else copies
@@ -134,12 +136,12 @@ def describe_transfer_set(teacher: Config | None, config: Config, manifest: Exam
     """Print the size of the transfer set and the cost of labelling it; warn if the student is larger than the
     teacher. `teacher`: None if the logits already exist."""
     train, length = manifest.splits[TRAIN], config.data.sequence_length
-    counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them modified copies"
+    counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them augmented copies"
     line = f"transfer set: {counts}, {format_count(train.tokens)} tokens"
     if teacher is None:
         print_error(line)
         return
-    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # without a backward pass
+    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # / 3: forward pass only
     print_error(f"{line}; the teacher's forward pass takes {flop / 1e12:.3g} TFLOP")
     student_size, teacher_size = (num_parameters(each.model, length) for each in (config, teacher))
     print_error(f"parameters: teacher {format_count(teacher_size)}, student {format_count(student_size)}")

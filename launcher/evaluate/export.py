@@ -1,4 +1,4 @@
-"""`bert-dp export`: export a run to formats of other programs, and compare an export with its run."""
+"""`bert-dp export`: export a run to formats that other programs load, and compare an export with its run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def export(
     form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
-    """Export a run to the new directory `out` and print a summary. Raise ConfigError if it cannot be read."""
+    """Export a run to the new directory `out` and print a summary. Raise ConfigError if `run` is unusable."""
     os.environ |= kernel_caches()  # otherwise torch stores kernels in a temporary directory
     from bert_dp.exporting import source as write
     from bert_dp.measure.matmul_peak import use_all_cores
@@ -45,8 +45,8 @@ def export(
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
-    """Compare an export with its run and show the differences; return 1 if they differ. Raise ConfigError
-    if one of them is unusable, and RunFailed if the export cannot be run."""
+    """Compare an export with its run and show the result. Return 1 if the outputs differ, else 0. Raise
+    ConfigError if the export or the run is unusable, and RunFailed if the export cannot be executed."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -61,14 +61,14 @@ def check_report(check: ExportCheck) -> Report:
     shares = [row.top1 for row in check.rows if row.top1 is not None]
     allowed = "the limit applies to fp32 only"
     if check.tolerance is not None:
-        allowed = f"{check.tolerance:.0e} is allowed, relative to the largest output if it exceeds 1"
+        allowed = f"limit {check.tolerance:.0e}; relative to the largest output if that exceeds 1"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"
     facts = [
         words("export", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
         words("largest difference", f"{max(row.difference for row in check.rows):.1e}", allowed),
-        words("same largest output", format_percent(min(shares)) if shares else None, "in the worst batch"),
+        words("same top prediction", format_percent(min(shares)) if shares else None, "in the worst batch"),
         words("difference after reload", f"{check.again:.1e}", "saved and loaded a second time"),
         words("parameters", loaded, f"{format_count(check.run_parameters)} in the run"),
         words("not loaded", ", ".join(check.not_loaded[:8]) or "none"),
@@ -77,7 +77,7 @@ def check_report(check: ExportCheck) -> Report:
     ]
     verdict = Verdict("ok", "The export reproduces the outputs of the run.")
     if check.tolerance is None:
-        verdict = Verdict("ok", f"Differences are reported but not judged in {check.precision}.")
+        verdict = Verdict("ok", f"In {check.precision}, differences are reported, but no limit applies.")
     if not check.ok:
         verdict = Verdict("fail", "The export does not reproduce the outputs of the run.")
     title = "bert-dp: export compared with its run"

@@ -60,11 +60,11 @@ def source_of(
         issues.append(Issue("--task", "missing", "no examples are given", hint=hint))
     else:
         if "train" not in own:
-            text = "your own files need examples for training"
+            text = "no training examples are given"
             issues.append(Issue("--train", "missing", text, hint="add --train FILE"))
         if "dev" not in own and dev_fraction is None:
             fix = "add --dev FILE, or --dev-fraction 0.1 to take examples from --train"
-            issues.append(Issue("--dev", "missing", "your own files need examples for evaluation", hint=fix))
+            issues.append(Issue("--dev", "missing", "no dev set is given", hint=fix))
     if dev_fraction is not None and (task or "dev" in own):
         other = "--task" if task else "--dev"
         text, fix = "takes the dev set from --train", f"omit --dev-fraction or {other}"
@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job and run directory of each seed. Directories of several seeds are in `run_dir`."""
+    """Return the job and run directory of each seed. Several seeds have directories in `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -165,9 +165,10 @@ def configuration(
     *,
     recipe: str = RECIPE,
 ) -> Config:
-    """Resolve the configuration of a finetuning run. Later levels override earlier ones: model and sequence
-    length of the pretrained run, recipe, kind and labels of the data at `path` (None = not yet prepared),
-    overrides. `init_from`: run or checkpoint; None = random weights. Raise ConfigError if it is invalid."""
+    """Resolve the configuration of a finetuning run. The levels, of which later ones take precedence, are the
+    model and sequence length of the pretrained run, the recipe, the kind and labels of the data at `path`
+    (None = not yet prepared), and the overrides. `init_from`: run or checkpoint; None = random weights.
+    Raise ConfigError if the configuration is invalid."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
@@ -180,25 +181,25 @@ def configuration(
 
 
 def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str, Any]:
-    """Return the settings that prepared examples determine (None = not yet prepared)."""
+    """Return the settings that prepared examples determine. Both are None before they are prepared."""
     task = {} if manifest is None else {name: getattr(manifest, name) for name in TASK}
     return {"data": {"path": str(path or "not-prepared")}, "finetune": task}
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:
-    """Return the directory of the prepared examples, from the cache if possible. `seed`: used to sample a dev
-    set. Raise ConfigError if the examples are unusable."""
+    """Prepare the examples, unless they are cached, and return their directory. `seed` samples the dev set.
+    Raise ConfigError if the examples are unusable."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--seed", str(seed), *source.options]  # a seed in source.options takes precedence
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """Set the micro batch to a replica's share of the global batch if that is whole and no size is given.
+    """Set the micro batch to a replica's share of the global batch, unless `overrides` set it.
 
-    Examples are short, so this share fits on a GPU. On a CPU, keep the configured size if it divides the
-    share, because examples are sorted by length and a smaller micro batch is padded less: only to its longest
-    example (benchmarks/RESULTS.md).
+    Keep the configured size if the share is not an integer. Examples are short, so the share fits on a GPU.
+    On a CPU, also keep the configured size if it divides the share. A micro batch is padded to its longest
+    example and examples are sorted by length, so a smaller one is padded less (benchmarks/RESULTS.md).
     """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})

@@ -28,7 +28,7 @@ MAY_INCREASE = ("settings.seeds",)
 
 
 class GluePlanFile(PlanFile):
-    """Contents of plan.json: the options of the first call of an evaluation."""
+    """Contents of plan.json: the options, configuration and pretrained run of an evaluation."""
 
     kind: Literal["glue"] = "glue"
     settings: dict[str, Any]
@@ -110,7 +110,8 @@ def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
     """Return the options with an explicit list of tasks, and the reason for each omitted task. `missing`:
-    missing train and dev files of each GLUE task, in GLUE's order. Raise ConfigError if a task cannot run.
+    missing train and dev files of each GLUE task, in GLUE's order. Raise ConfigError if a requested task
+    cannot run or no task is left.
     """
     tasks = options.tasks or [task for task, files in missing.items() if not files]
     issues = []
@@ -132,7 +133,7 @@ def choose_tasks(
 
 
 def setting_issues(overrides: Sequence[str]) -> list[Issue]:
-    """Return an issue for each override that has no effect on an evaluation."""
+    """Return an issue for each override that has no effect in an evaluation."""
     text = "an evaluation saves no checkpoints and uses no external loggers"
     return [
         Issue(name, "no_effect", text, hint="omit this setting")
@@ -142,7 +143,7 @@ def setting_issues(overrides: Sequence[str]) -> list[Issue]:
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
-    """Return the issues that prevent training. One task is checked, because all tasks share the settings."""
+    """Return the issues that prevent training. Only one task is checked, because all share the settings."""
     config = configure(grid, next(iter(grid.tasks.values())))
     issues = job.input_issues(config)
     try:
@@ -188,8 +189,8 @@ def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
 
 
 def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
-    """Run all trials; write glue.json, which is partial after a stop signal; return its contents and the exit
-    code."""
+    """Run all trials and write glue.json, which is partial after a stop signal. Return its contents and the
+    exit code."""
     out = output.path
     data = {name: task.manifest.hash for name, task in grid.tasks.items()}
     facts = output.begin_with(hash_json(data))

@@ -1,6 +1,6 @@
 """Define the models of glue.json; compute its medians and average; build the reports of `eval glue`."""
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from launcher.results import Measurement
 from launcher.run.trials import Trial, TrialOutcome, TrialStatus, cause, read_summary
 from launcher.stats import half_width
 
-AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe excludes WNLI
+AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # no WNLI, as in arXiv 2212.14034
 AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for all others
 
 
@@ -64,7 +64,7 @@ class GlueScore(StoredModel):
     seeds: list[float | None]  # in the order of the trials; null: the trial failed
     median: float | None
     sd: float | None  # standard deviation over the seeds; null for one seed
-    majority: float | None  # score of always predicting train's most frequent label; null: undefined
+    majority: float | None  # score of always giving train's most frequent label or mean; null: undefined
     examples: int  # number of examples in the dev set
     truncated: int  # number of examples longer than the sequence length
     in_train: int | None  # number of examples whose texts also occur in train
@@ -82,7 +82,7 @@ class GlueTask(StoredModel):
     data_hash: str
     trials: list[GlueTrial]
     scores: list[GlueScore]
-    median_trial: str | None  # trial with the lower median of the first score; null: all failed
+    median_trial: str | None  # trial with the (lower) median of the first score; null: all failed
 
 
 class Glue(Measurement):
@@ -166,7 +166,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of the nine medians, or None if one is missing, and the tasks that lack scores."""
+    """Return the mean of the nine medians (None if one is missing) and the tasks that lack scores."""
     medians: list[float] = []
     lacking = []
     for name in AVERAGED:
@@ -194,7 +194,8 @@ SCORES = (
 SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
     "Scores are out of 100: medians over the seeds, with standard deviations (sd). Differences are means "
-    "over the common seeds, with 95 % intervals by Student's t, and apply only to these pretraining runs."
+    "over the common seeds, with 95 % intervals by Student's t. The intervals do not include the variation "
+    "between pretraining runs."
 )
 
 
@@ -269,7 +270,7 @@ def compare_report(folders: Sequence[Path]) -> page.Report:
     shared = [name for name in by_name[0] if all(name in tasks for tasks in by_name)]
     first = str(folders[0])
     issues = [
-        Issue(str(folder), "conflict", f"the data of {name} differ from {first}", name, first, SAME_DATA)
+        Issue(str(folder), "conflict", f"{name} data differ from those of {first}", name, first, SAME_DATA)
         for folder, tasks in zip(folders, by_name, strict=True)
         for name in shared
         if tasks[name].data_hash != by_name[0][name].data_hash

@@ -27,7 +27,7 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Setting -> the argument of `eval mlm` that sets it."""
+"""Setting -> argument of `eval mlm` that sets it."""
 
 
 def is_run(path: str) -> bool:
@@ -102,8 +102,8 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
     heads = ["pseudo-bits per byte", "difference from the first", "nats per token", "vocabulary", "step"]
     basis = f"{count_of(best.hidden.words, 'hidden word')} of {count_of(best.documents, 'document')}"
     notes = [
-        f"Every run is measured on the same {basis}. \u00b1: half of a 95 % interval over documents, paired "
-        "for differences. Nats per token are comparable only between runs with the same vocabulary."
+        f"Every run is measured on the same {basis}. \u00b1: half of a 95 % interval over documents, "
+        "paired for differences. Nats per token are comparable only between runs with the same vocabulary."
     ]
     section = ReportSection("", tables=[Table(rows, heads, corner="run")], notes=notes)
     return Report("bert-dp: masked language models on text", sections=[section])
@@ -112,7 +112,7 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
 def text_report(loss: TextLoss) -> Report:
     """Return the report of the losses of one run, each with its denominator."""
     predicted, hidden = loss.predicted, loss.hidden
-    share = f"mean of {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all tokens"
+    share = f"mean over {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all tokens"
     facts = [
         words(
             "loss per token, nats",
@@ -122,9 +122,9 @@ def text_report(loss: TextLoss) -> Report:
         words(
             "pseudo-bits per byte",
             _with_interval(hidden.bits_per_byte, hidden.bits_per_byte_se, hidden.documents),
-            f"of {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
+            f"over {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
             f"({count_of(hidden.tokens, 'token')}) of {count_of(hidden.documents, 'document')}, "
-            f"{format_percent(loss.mask_rate)} of the words hidden",
+            f"{format_percent(loss.mask_rate)} of all words",
         ),
         words(
             "text",

@@ -1,4 +1,4 @@
-"""`bert-dp tune`: choose the micro batch and the learning rate by short training runs."""
+"""`bert-dp tune`: choose the micro batch or the learning rate by trial runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ PLAN = "plan.json"
 
 
 class SearchPlan(results.PlanFile):
-    """Contents of plan.json: the options of the first call of a search."""
+    """Contents of plan.json: the options and the configuration of a search."""
 
     settings: dict[str, Any]
 
@@ -23,14 +23,15 @@ class SearchPlan(results.PlanFile):
 def search_output(
     folder: Path, config: Config, settings: dict[str, Any], *may_increase: str
 ) -> Output[SearchPlan]:
-    """Return the output directory of a search. Later calls may increase the settings `may_increase` only."""
+    """Return the output directory of a search. A later call must have the same settings, except
+    that those in `may_increase` may increase."""
     plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
     must_match, increasing = ("config_hash", "settings"), tuple(f"settings.{name}" for name in may_increase)
     return Output(folder, "search", PLAN, plan, must_match, increasing)
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return the configuration with the settings of `sections` replaced, without checking the new values."""
+    """Return the configuration with the settings in `sections` replaced. The new values are not checked."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
 

@@ -1,6 +1,6 @@
 """`bert-dp tune batch`: choose the micro batch by short runs, then measure the gradient noise scale.
 
-`resolve_auto_batch` resolves `batch.micro_size: auto`, from the cache or by a search.
+`resolve_auto_batch` replaces `batch.micro_size: auto` by a size from the cache or from a search.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_BUDGETS = 1.25  # no trial starts after this multiple of the budget
-THROUGHPUT_SHARE = 0.85  # share of the budget for timed runs; the rest is for the noise scale
-STEPS_SHARE = 0.5  # share of the budget for the steps of MIN_SIZES runs
+THROUGHPUT_SHARE = 0.85  # share of the budget for memory trials and timed runs; the noise scale gets the rest
+STEPS_SHARE = 0.5  # share of the budget that the steps of MIN_SIZES runs may take
 MEMORY_STEPS = 3  # steps of a memory trial
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # a cached choice limited by memory stays valid up to this multiple of its limit
-GUARD_GIB = 1.0  # address space that a rank reserves but never uses, added to its limit
+MAX_MEMORY_RATIO = 1.1  # a search limited by memory is repeated if the limit has grown by a larger factor
+GUARD_GIB = 1.0  # address space that a rank reserves without using it; added to the limit of the rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BatchOptions:
 
     nproc: str  # `auto` or a number
     budget_s: float
-    memory_gib: float | None  # memory of a rank; None: free device memory or share of host memory
+    memory_gib: float | None  # memory limit of a rank; None: its free GPU memory or its share of host memory
     launcher: str
 
 
@@ -89,7 +89,7 @@ class BatchSearchSpec:
         return MAX_BUDGETS * self.options.budget_s
 
     def formula_gib(self, micro: int) -> float:
-        """Estimate the peak memory of a rank in GiB by `cost.memory_estimate_gib`."""
+        """Estimate the peak memory of a rank in GiB with `cost.memory_estimate_gib`."""
         parts = cost.memory_estimate_gib(with_micro(self.config, micro), self.precision, self.ranks)
         return sum(parts.values())
 
@@ -109,13 +109,13 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
         raise ConfigError(issues)
 
     log = how.log(setup)
-    log(f"batch search: {folder}")
+    log(f"micro batch search: {folder}")
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first trial shows how many the budget allows")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first one will show how many the budget allows")
     if spec.config.compile == "auto" and not spec.on_gpu:
-        log("trials on a CPU are not compiled; compile=on compiles them")
+        log("trials on a CPU do not use torch.compile; pass compile=on to use it")
 
     def run() -> tuple[TuneBatch, Report, int]:
         tune, exit_code = measure(spec, output, log)
@@ -126,7 +126,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the configuration with a placeholder micro batch. Raise ConfigError if `overrides` set one."""
+    """Load the configuration with a placeholder micro batch. Raise ConfigError if `overrides` set a size."""
     batch = parse_overrides(overrides).get("batch")
     micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
     if micro != "auto":
@@ -172,7 +172,7 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
 
 
 class BatchSearch:
-    """Search for the micro batch. `result` can be called at any time, also after the search was stopped.
+    """Search for the micro batch. `result` can be called at any time, even after the search was stopped.
 
     Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
@@ -186,11 +186,11 @@ class BatchSearch:
         self.line: throughput.MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
-        self._startup_s = self._sequence_s = 0.0  # seconds of a trial without steps, and of a sequence
+        self._startup_s = self._sequence_s = 0.0  # start-up time of a trial; time per sequence
         self._limited_by: Literal["memory", "budget", "global batch"] = "global batch"
 
     def run(self) -> None:
-        """Run the whole search. Raise Stopped after a stop signal, and TrialsFailed if no size runs."""
+        """Run the whole search. Raise Stopped after a stop signal, and TrialsFailed if every size fails."""
         self._measure_memory()
         sizes = self._choose_sizes(self.spec.sizes)
         self._first_round(sizes)
@@ -204,7 +204,7 @@ class BatchSearch:
         """Add a trial to `done`, with status `over` if its peak exceeds the limit; refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
-            reason = f"the peak of {format_gib(peak)} exceeds the limit of {format_gib(limit)} for a rank"
+            reason = f"a rank's peak memory of {format_gib(peak)} exceeds the limit of {format_gib(limit)}"
             trial = trial.model_copy(update={"status": "over", "reason": reason})
         done.append(trial)
         self.used_s += trial.seconds
@@ -219,10 +219,10 @@ class BatchSearch:
     # --- memory
 
     def _measure_memory(self) -> None:
-        """Run a few steps of the smallest size and of a larger one, and fit the memory line.
+        """Run a few steps with the smallest size and a few with a larger one, and fit the memory line.
 
-        The larger one is the largest size that is expected to take at most a tenth of the budget and half of
-        the memory left by the smallest size. The second smallest size may take all of that memory.
+        The larger size is the largest one expected to take at most a tenth of the budget and at most half of
+        the memory that the smallest size leaves free. The second smallest size may take all of that memory.
         """
         smallest, *larger = self.spec.sizes
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
@@ -230,7 +230,7 @@ class BatchSearch:
             raise trials.TrialsFailed(f"micro batch {smallest} failed: {first.reason}")
         affordable = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
         startup = f"a trial takes {self._startup_s:.1f} s to start"
-        self._log(f"{startup}, so the budget has time for at most {affordable} more")
+        self._log(f"{startup}, so the budget has time for at most {affordable} more trials")
         free_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
         most_s = MEMORY_TRIAL_SHARE * self.spec.options.budget_s
@@ -257,7 +257,7 @@ class BatchSearch:
         return self._add(trial, self.memory_trials)
 
     def _choose_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """Choose the sizes to time, by memory and budget. Raise TrialsFailed if no size fits in memory."""
+        """Choose the sizes to time. Raise TrialsFailed if no size fits in memory."""
         spec = self.spec
         fitting = [micro for micro in sizes if self._fits(micro)]
         if not fitting and self.line is not None:
@@ -272,7 +272,7 @@ class BatchSearch:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
         timed = throughput.sizes_to_time(affordable)
         run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
-        # the second round has half of the sizes
+        # 1.5: the second round has half of the sizes
         while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():
             timed = timed[1:]
         while len(timed) > 1 and self.used_s + (len(timed) - 1) * run_s > spec.latest_s:
@@ -282,13 +282,13 @@ class BatchSearch:
     # --- throughput
 
     def _first_round(self, sizes: Sequence[int]) -> None:
-        """Run the sizes once, ascending, until the memory line predicts that the next one does not fit."""
+        """Time each size once, ascending. Stop if the next size does not fit in memory or no time is left."""
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
         self._log(f"throughput: micro batches {', '.join(map(str, sizes))}; {self.samples} sequences/step")
         for micro in sizes:
             if self.used_s > self.spec.latest_s:
                 if not self.sizes:  # only memory trials have run
-                    self._log("no time for timed runs; resume in this directory with a larger --budget")
+                    self._log("no time left for timed runs; resume in this directory with a larger --budget")
                     self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
                     self.sizes = sorted({trial.micro_batch for trial in self.trials})
                 self._limited_by = "budget"
@@ -303,7 +303,7 @@ class BatchSearch:
             return
 
     def _more_rounds(self) -> None:
-        """Repeat the faster half of the sizes, then the faster half of these, etc., within the budget."""
+        """Time the faster half of the sizes again, then half of these, until the budget is spent."""
         runs = list(self.rates())
         for _ in range(throughput.MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
@@ -323,12 +323,12 @@ class BatchSearch:
             return trial
         self._sequence_s = min(self._sequence_s, statistics.fmean(trial.step_s) / samples)
         rate = format_si(throughput.run_rate(trial, self.spec.global_size), "sequences/s")
-        peak, left = format_gib(trial.peak_gib), f"{self._left_s():.0f} s left for throughput"
+        peak, left = format_gib(trial.peak_gib), f"{self._left_s():.0f} s left for timed runs"
         self._log(f"{text}{rate}, {steps} steps, peak {peak}; {left}")
         return trial
 
     def _timed_steps(self, runs: int) -> int:
-        """Return the number of timed steps: as many as take the start-up time, or fewer on a short budget."""
+        """Return the number of timed steps. They take as long as the start-up, or less if time is short."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
         return min(throughput.MAX_STEPS, max(throughput.MIN_STEPS, int(each_s / step_s)))
@@ -343,7 +343,7 @@ class BatchSearch:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return micro batch -> sequences/s of each run at the configured global batch. Omit failed sizes."""
+        """Return {micro batch: sequences/s of each run at the global batch} without sizes that failed."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes
@@ -358,7 +358,7 @@ class BatchSearch:
             lost = [f"micro batch {trial.micro_batch}: {trial.reason}" for trial in self.trials]
             raise trials.TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
-        if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale needs two batch sizes
+        if self.spec.dp == 1 and choice.accumulation == 1:  # the estimate compares two batch sizes
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
         step_s = self.spec.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
@@ -374,14 +374,14 @@ class BatchSearch:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
-        self._log(f"noise scale: measuring {steps} steps with the declared batch")
+        self._log(f"noise scale: measuring {steps} steps with the configured global batch")
         seconds, self.noise = self.noise_scale(micro, steps)
         self.used_s += seconds
 
-    # --- trials: runs of the user's configuration with another batch
+    # --- trials: runs of the user's configuration with other batch sizes
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
-        """Run a trial of `samples` sequences per step, or read its records. Raise Stopped after a signal."""
+        """Run a trial, unless it has already run, and read its records. Raise Stopped after a signal."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runner.run_one(trial)
         facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
@@ -395,7 +395,7 @@ class BatchSearch:
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale over `steps` steps of the declared batch. Return (seconds, noise scale)."""
+        """Measure the noise scale over `steps` steps of the global batch. Return (seconds, noise scale)."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
         outcome, summary = self._runner.run_one(trial), trials.read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
@@ -403,7 +403,7 @@ class BatchSearch:
         return outcome.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> trials.Trial:
-        """Return a trial of the user's configuration with this batch and number of steps."""
+        """Return a trial of the user's configuration with these batch sizes and this number of steps."""
         spec, guard = self.spec, None
         config = trials.timed_config(
             spec.config,
@@ -422,7 +422,7 @@ class BatchSearch:
     # --- the result
 
     def choice(self) -> throughput.BatchChoice | None:
-        """Return the chosen size, based on all runs so far; None if no size ran."""
+        """Choose a size from all runs so far. Return None if every size failed."""
         if not (rates := self.rates()):
             return None
         # on a GPU, choose the fastest size, because its memory has no other use
@@ -481,7 +481,7 @@ def resolve_auto_batch(
     """Return the overrides with `batch.micro_size: auto` replaced by a number, and the search's exit code.
 
     A resumed run keeps its size. Searches are cached, and a stopped search is resumed. A dry run does not
-    search: without a cached result, it shows the smallest size. Raise ConfigError if the input is unusable,
+    search: without a cached result, it uses the smallest size. Raise ConfigError if the input is unusable,
     or if `run.profile` names steps or ranks that the run does not have.
     """
     run_dir, resume = run.run_dir, run.resume
@@ -491,9 +491,9 @@ def resolve_auto_batch(
         return [*overrides, f"batch.micro_size={size}"], 0
 
     if run_dir is not None and (run_dir / "config.yaml").exists():
-        return found(load_config(run_dir / "config.yaml").batch.micro_size, "as in this run")
+        return found(load_config(run_dir / "config.yaml").batch.micro_size, "as in this run's config.yaml")
     if resume not in ("auto", "never") and (earlier := files.newest_checkpoint_facts(Path(resume))):
-        return found(resolve([earlier[1].config]).batch.micro_size, "as in the run of --resume")
+        return found(resolve([earlier[1].config]).batch.micro_size, "as in the run given by --resume")
     setup = load(name, overrides, run_dir)
     options = BatchOptions(run.nproc, AUTO_BUDGET_S, None, run.launcher)
     spec = search_spec(setup, options)
@@ -509,14 +509,14 @@ def resolve_auto_batch(
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if run.dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
-        return found(spec.sizes[0], f"for this dry run; a real run searches for the best size for {minutes}")
+        return found(spec.sizes[0], f"for this dry run only; a real run takes {minutes} to find the best")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))
     if code:
         return list(overrides), code
     choice = results.read(out / FILE, TuneBatch).choice
-    assert choice is not None  # exit code 0
+    assert choice is not None  # because the exit code is 0
     return found(choice.micro_batch, f"measured just now; report: {out / PAGE}")
 
 
@@ -534,7 +534,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # the noise scale needs two batch sizes
+        "log": {"noise_scale"},  # rules out some sizes
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)
@@ -545,8 +545,8 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
 def is_still_valid(search: TuneBatch, limit_gib: float | None) -> bool:
     """Return True if a search is complete and its choice is valid for this memory limit.
 
-    The peak of the choice must be within the limit. If memory limited the search, the limit must be at most
-    MAX_MEMORY_RATIO x the limit of the search.
+    The peak memory of the choice must be within the limit. If memory limited the search, the limit must be at
+    most MAX_MEMORY_RATIO times the limit at the time of the search.
     """
     choice, before_gib = search.choice, search.memory_limit_gib
     if search.status != "complete" or choice is None:

@@ -1,4 +1,4 @@
-"""`bert-dp tune lr`: choose the learning rate by complete runs, first short ones, then whole ones."""
+"""`bert-dp tune lr`: choose the learning rate by short and then whole runs, all with a complete schedule."""
 
 import dataclasses
 import datetime
@@ -23,7 +23,8 @@ SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the fewes
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""(job, ranks) -> predicted tokens/s r of a trial and f, for the 95 % interval r / f to r f; or None."""
+"""(job, ranks) -> (predicted tokens/s of a trial, f), or None if unknown. The 95 % interval extends from the
+prediction divided by f to the prediction times f."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LrSearchSpec:
     options: LrOptions
     ranks: int  # ranks per trial
     shards: Path
-    unigram: float | None  # unigram entropy of the data, nats
+    unigram: float | None  # unigram entropy of the data, nats per token; None: unknown
     at_a_time: int  # number of concurrent trials
     precision: str  # precision of every trial
 
@@ -54,7 +55,7 @@ def tune_lr(
     how: VerbOptions,
     predict: Predict = lambda setup, ranks: None,
 ) -> int:
-    """Run the search and return the exit code. `predict`: used to estimate the duration in a dry run.
+    """Run the search and return the exit code. A dry run estimates the duration of the search with `predict`.
 
     Raise ConfigError with all issues of the input before any trial starts.
     """
@@ -73,8 +74,8 @@ def tune_lr(
     log = how.log(setup)
     log(f"learning rate search: {folder}")
     log(
-        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then the best "
-        f"{FINALISTS} with {count_of(options.seeds, 'seed')} at full length; {layout}"
+        f"{options.rates} rates, a factor of 2 apart, in runs of 1/{SHORT_RATIO} of the tokens; then whole "
+        f"runs of the best {FINALISTS} with {count_of(options.seeds, 'seed')}; {layout}"
     )
     if how.dry_run:
         log(length_text(setup, options, ranks, predict))
@@ -87,13 +88,13 @@ def tune_lr(
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
-    """Return (number of trials, share of the tokens of a whole run) for both rungs."""
-    whole_runs = FINALISTS * options.seeds + 1  # including one neighbour of the best rate
+    """Return (number of trials, tokens per trial / tokens of a whole run) of each rung."""
+    whole_runs = FINALISTS * options.seeds + 1  # + 1: a neighbour of the best rate
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
 
 def trial_count(options: LrOptions) -> int:
-    """Return the number of planned trials of both rungs."""
+    """Return the total number of planned trials in both rungs."""
     return sum(count for count, _ in planned(options))
 
 
@@ -104,7 +105,7 @@ def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot
 
 
 def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
-    """Describe the length of a search before it starts, in whole runs, and in time if the speed is known."""
+    """Describe the planned length of a search in whole runs and, if the speed is known, in time."""
     config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
     rungs, tokens = planned(options), options.tokens or full_tokens(config)
     runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
@@ -120,26 +121,26 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
     if rate is None or tokens is None:
         return f"{text}; the range test will measure the speed"
     seconds, factor = runs * tokens / rate[0], rate[1]
-    between = f"{format_duration(seconds / factor)} to {format_duration(seconds * factor)}, 95 %"
+    between = f"{format_duration(seconds / factor)} to {format_duration(seconds * factor)}, 95 % interval"
     return f"{text}, {format_duration(seconds)} ({between}) plus start-up"
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return issues if whole runs are too short for two rungs. `tokens`: measured if the budget is hours."""
+    """Return issues if whole runs are too short for two rungs. `tokens`: None = as given or configured."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
-        message, hint = f"required for a budget in {unit}", "pass the tokens of a whole run"
+        message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"
         return [Issue("--tokens", "missing", message, None, f"schedule.{unit}", hint)]
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
-    reason = f"{tokens:,} tokens make fewer than {SHORT_RATIO} steps, the minimum for a whole run"
+    reason = f"{tokens:,} tokens make fewer than {SHORT_RATIO} steps, the minimum of a whole run"
     setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,} tokens"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return issues that prevent a search on this data. Its size determines the tokens of schedule.epochs."""
+    """Return issues that prevent a search on this data, whose size determines the tokens of an epoch."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -175,7 +176,7 @@ def measure(
 
 
 class LrSearch:
-    """Search for the learning rate. `range_test` and `rungs` contain all measurements, also after a stop.
+    """Search for the learning rate. `range_test` and `rungs` contain all measurements, even after a stop.
 
     Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
@@ -185,11 +186,12 @@ class LrSearch:
         self.range_test: RangeTest | None = None
         self.tokens: int | None = None  # tokens of a whole run
         self.rungs: list[Rung] = []
-        self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # measured by the range test
+        self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # results of the range test
         self._progress = trials.Progress([], log)
 
     def run(self) -> None:
-        """Run the whole search. Raise Stopped, TrialsFailed, or ConfigError if whole runs are too short."""
+        """Run the whole search. Raise Stopped after a stop signal, TrialsFailed if no rate can be chosen,
+        and ConfigError if whole runs are too short."""
         test = self.range_test = self._test_range()
         tokens = self.tokens = self._choose_tokens()
         expected = [
@@ -199,21 +201,21 @@ class LrSearch:
         self.train_rungs(test, tokens)
 
     def train_rungs(self, test: RangeTest, tokens: int) -> None:
-        """Train short runs, then whole runs at the best rates. Raise TrialsFailed if no rate is eligible."""
+        """Train short runs, then whole runs at the best rates. Raise TrialsFailed if every rate fails."""
         first = self._open_rung("first", tokens // SHORT_RATIO, self.spec.seeds[:1])
         ladder = lr_search.first_ladder(test, self.spec.options.rates)
         while more := lr_search.next_short_rates(first, ladder, test.edge):
             self._train(first, [(lr, first.seeds[0]) for lr in more])
         if not first.ranked():
-            raise trials.TrialsFailed("no rate of the first rung can be chosen")
+            raise trials.TrialsFailed("every rate of the first rung has a failed or diverged run")
         last = self._open_rung("last", tokens, self.spec.seeds)
         while todo := lr_search.next_whole_runs(first, last):
             self._train(last, todo)
         if not last.ranked():
-            raise trials.TrialsFailed("no rate of the last rung can be chosen")
+            raise trials.TrialsFailed("every rate of the last rung has a failed or diverged run")
 
     def _test_range(self) -> RangeTest:
-        """Run the range test: train at rising rates. Raise TrialsFailed if it fails or has no losses."""
+        """Run the range test: train with a rising rate. Raise TrialsFailed if it fails or records no loss."""
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
         trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
@@ -231,7 +233,7 @@ class LrSearch:
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
     def _choose_tokens(self) -> int:
-        """Return the tokens of a whole run, and log the plan. Raise ConfigError if the tokens are too few."""
+        """Choose the tokens of a whole run and log the plan. Raise ConfigError if the tokens are too few."""
         spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
         reason = "as requested" if options.tokens else "from the configuration"
@@ -245,7 +247,7 @@ class LrSearch:
         if (whole_s := self._rungs_s(tokens)) > left_s:
             fixed_s = self._rungs_s(0)
             share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
-            reason = f"instead of {tokens:,}, to fit --budget; shorter runs favour higher rates"
+            reason = f"instead of {tokens:,}, to fit --budget; shorter runs tend to favour higher rates"
             tokens = whole_steps(config, math.floor(share * tokens))
             tokens = max(SHORT_RATIO * step_tokens(config), tokens)
         if issues := length_issues(config, options, tokens):
@@ -335,11 +337,12 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run with batch ramp; None unless the budget is steps or tokens."""
+    """Return the tokens of the configured run, including a batch ramp. Return None unless its budget is
+    in steps or tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
-    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the full batch
+    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the batch has its full size
     samples = sum(batch_at(batch, step / steps) for step in range(ramped))
     return (samples + (steps - ramped) * batch.global_size) * config.data.sequence_length
 
@@ -355,7 +358,7 @@ def range_steps(config: Config, tokens: int | None) -> int:
 
 
 def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int) -> Config:
-    """Return the configuration of a run of `tokens` tokens with a complete schedule, evaluated at the end."""
+    """Return the configuration of a run that completes its schedule in `tokens` tokens and then evaluates."""
     budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
     if config.schedule.steps and config.batch.ramp_fraction:
         # keep a budget in steps, because a batch ramp over steps differs from one over tokens
@@ -373,7 +376,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration without checkpoints, with prepared data: all seeds share the held-out set."""
+    """Return a configuration without checkpoints. Its data is prepared, so seeds share the held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -391,7 +394,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate; if it is scaled, lr_batch becomes the global batch."""
+    """Return the user's configuration with this rate. With lr_scaling, lr_batch becomes the global batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

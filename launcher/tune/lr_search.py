@@ -1,6 +1,6 @@
 """Define the search rules of `tune lr` (divergence edge, rates, runs, choice) and the models of tune.json."""
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import itertools
 import math
@@ -12,13 +12,14 @@ from bert_dp.files.models import HeldOut, StoredModel
 from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
-SMOOTHING = 5  # number of range-test losses that are averaged
-RISE_SHARE = 0.1  # minimum rise of the loss at divergence, as a share of its fall
-RISE_SIGMAS = 8.0  # minimum rise in deviations of a smoothed loss; the lowest of 100 is 2.5 below the mean
-EDGE_RATIO = 4.0  # edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
+SMOOTHING = 5  # number of consecutive range-test losses that are averaged
+RISE_SHARE = 0.1  # at divergence, the loss rises by more than this share of its earlier fall
+# by chance alone, the lowest of 100 values lies 2.5 standard deviations below their mean
+RISE_SIGMAS = 8.0  # at divergence, the loss also rises by more than this many standard deviations of noise
+EDGE_RATIO = 4.0  # divergence edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
-CLOSE_NATS = 0.03  # largest difference from the best loss at which a rate counts as close
+CLOSE_NATS = 0.03  # a rate is close if its loss exceeds the best by at most this
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -36,15 +37,15 @@ class LrOptions(StoredModel):
 
 
 class RangeTest(StoredModel):
-    """A run at rising rates, until training diverges."""
+    """Result of the range test, a run with a rising learning rate."""
 
     points: list[Point]  # [rate, training loss or null]
-    edge: float | None  # lowest rate at which training diverged; null: none
+    edge: float | None  # lowest rate at which training diverged; null: it did not diverge
     reason: str
 
 
 class LrTrial(StoredModel):
-    """One complete run."""
+    """One run that completes its schedule."""
 
     name: str
     lr: float
@@ -63,7 +64,7 @@ class LrTrial(StoredModel):
 
 
 class Rung(StoredModel):
-    """Trials of one length in tokens."""
+    """Trials with the same number of tokens."""
 
     tokens: int
     seeds: list[int]
@@ -93,8 +94,9 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    lead: float | None  # nats below the next best rate, mean over common seeds; null: no other rate
-    edge_side: Side | None  # side on which no rate beyond the choice was measured; null: none
+    # nats by which the loss of the next best rate is higher, mean over common seeds; null: no other rate
+    lead: float | None
+    edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
     tied: list[float]  # rates that are not significantly worse
 
 
@@ -122,10 +124,12 @@ class TuneLr(TuneFile):
 def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float | None, str]:
     """Return the divergence edge of a range test (None if training did not diverge) and the reason.
 
-    `points`: (rate, loss or None, steps skipped so far) of each step, by rising rate. The edge is the lowest
-    rate at which a loss was not finite, a step was skipped (except the first steps, while fp16's loss scale
-    falls), or the mean of SMOOTHING losses rose above its minimum by more than RISE_SHARE of the fall to that
-    minimum and RISE_SIGMAS deviations of the noise (estimated from differences of consecutive losses).
+    `points`: (rate, loss or None, number of steps skipped so far) of each step, by rising rate. The edge is
+    the lowest rate at which one of these happens:
+    - The loss is not finite.
+    - A step is skipped. The first steps do not count, because fp16's loss scale may still be falling.
+    - The mean of SMOOTHING losses rises above its minimum by more than RISE_SHARE of its fall to that minimum
+      and by more than RISE_SIGMAS standard deviations, estimated from differences of consecutive losses.
     """
     losses: list[float] = []
     smoothed: list[float] = []
@@ -149,9 +153,10 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
 
 def first_ladder(test: RangeTest, count: int) -> list[float]:
-    """Return `count` rates: edge / EDGE_RATIO rounded down to two digits, then halved repeatedly.
+    """Return `count` rates. The first is edge / EDGE_RATIO, rounded down to two digits; each next one is half
+    of the one before.
 
-    Without an edge, the highest rate of the test replaces the edge.
+    If the test found no edge, its highest rate replaces the edge.
     """
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
     digit = 10.0 ** (math.floor(math.log10(top)) - 1)
@@ -163,9 +168,9 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
 
 
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
-    """Mark trials as diverged if they end above the unigram entropy but a lower rate ends below it.
+    """Mark trials as diverged if their loss exceeds the unigram entropy, but that of a lower rate does not.
 
-    If no lower rate ends below the entropy, the runs may simply be too short to learn.
+    If no lower rate ends below the entropy, no trial is marked: all may just be too short to learn.
     """
     if unigram is None:
         return list(trials)
@@ -183,9 +188,9 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
 def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -> list[float]:
     """Return the next rates to train in the first rung; [] when it is complete.
 
-    The ladder comes first. Then rates are added one at a time: beyond the best rate while that is the highest
-    or the lowest, or at half of the lowest rate while all diverge. Each end gets at most EXTENSIONS rates,
-    none of them above the edge.
+    The ladder comes first. It is then extended by one rate at a time: upwards while the highest rate is the
+    best, downwards while the lowest rate is the best or every rate fails and one has diverged. Each end gets
+    at most EXTENSIONS rates, and none is above the edge.
     """
     if not first.trials:
         return list(ladder)
@@ -204,9 +209,9 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     """Return the next (rate, seed) pairs to train in the last rung; [] when it is complete.
 
-    The best FINALISTS of the first rung come first, with one seed. Then come the rates on both sides of the
-    best, then the other seeds of the best and of up to FINALISTS close rates. If no rate is eligible, the
-    next best rate of the first rung follows.
+    The best FINALISTS of the first rung come first, with one seed, then the rates on both sides of the best
+    one. The other seeds of the best rate and of up to FINALISTS close rates come last. While no rate of the
+    last rung is eligible, the next best rate of the first rung follows.
     """
     trained = {(trial.lr, trial.seed) for trial in last.trials}
     order, seeds = last.ranked(), last.seeds
@@ -218,7 +223,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     below = max((lr for lr in tried if lr < order[0]), default=order[0])
     if neighbours := [lr for lr in (above, below) if lr not in last.rates]:
         return [(neighbours[0], seeds[0])]
-    start = {lr: last.scores(lr)[0] for lr in order}  # one seed for all rates, because seeds differ
+    start = {lr: last.scores(lr)[0] for lr in order}  # compare the first seed of every rate
     close = [
         lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
     ]
@@ -230,7 +235,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 
 
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
-    """Return the rate with the lowest mean in the last rung; None if that rung has no eligible rate."""
+    """Choose the rate with the lowest mean loss in the last rung. Return None if no rate is eligible."""
     order = rungs[1].ranked() if len(rungs) > 1 else []
     if not order:
         return None
@@ -255,10 +260,11 @@ def differences(rung: Rung, lr: float, best: float) -> list[float]:
 
 
 def is_tied(rung: Rung, lr: float, best: float) -> bool:
-    """Return True if the 95 % interval of the mean difference, paired by seed, reaches zero.
+    """Return True if the loss of a rate is not significantly higher than that of the best rate.
 
-    A single common seed gives no interval, so the rates are tied. A rate with fewer seeds than the best is
-    tied if its mean is at most CLOSE_NATS higher.
+    With the same number of seeds, the rates are tied if the 95 % interval of the mean difference, paired by
+    seed, reaches zero, or if there is only one seed. Otherwise, `lr` is tied if its mean is at most
+    CLOSE_NATS higher.
     """
     if len(rung.scores(lr)) != len(rung.scores(best)):
         return rung.mean(lr) <= rung.mean(best) + CLOSE_NATS

@@ -1,6 +1,6 @@
 """Define the search rules of `tune batch` (sizes, memory, rounds, choice), and the models of tune.json."""
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import contextlib
 import math
@@ -15,8 +15,8 @@ from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings
 
-MIN_SHARE_OF_BEST = 0.97  # share of the best throughput required of a smaller micro batch
-MEMORY_SHARE = 0.9  # share of a rank's memory limit that a size may use
+MIN_SHARE_OF_BEST = 0.97  # a smaller micro batch is preferred if it has this share of the best throughput
+MEMORY_SHARE = 0.9  # a size may be predicted to use at most this share of a rank's memory limit
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
 MAX_ROUNDS = 6
@@ -25,7 +25,7 @@ SizeStatus = Literal["ok", "oom", "failed", "over"]  # over: the peak is above t
 
 
 class BatchTrial(StoredModel):
-    """Timed run of one micro batch size. The lists are empty if the run did not complete every step."""
+    """Run with one micro batch size. The lists are empty if the run did not complete every step."""
 
     name: str
     micro_batch: int
@@ -37,7 +37,7 @@ class BatchTrial(StoredModel):
     step_s: list[float] = []  # time of each timed step
     forward_backward_s: list[float] = []
     data_wait_s: list[float] = []
-    exposed_s: float = 0.0  # reduction time per step outside the backward pass; 0: not reported by the engine
+    exposed_s: float = 0.0  # reduction time per step not overlapped by the backward pass; 0: not reported
 
     @property
     def peak_gib(self) -> float | None:
@@ -52,7 +52,7 @@ class MemoryLine(StoredModel):
     gib_per_sequence: float
 
     def gib(self, micro: float) -> float:
-        """Return the peak in GiB at a micro batch."""
+        """Return the peak in GiB for a micro batch."""
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
@@ -75,7 +75,7 @@ class BatchChoice(StoredModel):
     samples_per_s: Positive
     fastest_micro_batch: int
     share_of_best: float
-    not_settled: list[int]  # sizes that may be more than 3 % faster than the choice
+    not_settled: list[int]  # sizes that may be faster than the choice (CPU: more than 3 % faster)
     limited_by: Literal["memory", "budget", "global batch"]
 
 
@@ -98,14 +98,14 @@ class TuneBatch(TuneFile):
 
 
 def with_micro(config: Config, micro: int) -> Config:
-    """Return the configuration with another micro batch at the same global batch."""
+    """Return the configuration with another micro batch and the same global batch."""
     return with_settings(config, batch={"micro_size": micro})
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return the micro batches that divide the configured global batch on `ranks` ranks, ascending.
+    """Return the micro batches from which `ranks` ranks can form the configured global batch, ascending.
 
-    Raise ConfigError if there is none: 1 does not divide it, or the engine rejects the configuration.
+    Raise ConfigError if there are none.
     """
     allowed = []
     for micro in divisors(config.batch.global_size):
@@ -118,9 +118,9 @@ def dividing_sizes(config: Config, ranks: int) -> list[int]:
 
 
 def sizes_to_time(sizes: Sequence[int]) -> list[int]:
-    """Return at most MAX_SIZES divisors of the largest size, ascending, at nearly equal ratios.
+    """Select at most MAX_SIZES of the sizes, ascending and at nearly equal ratios.
 
-    Divisors allow the same number of sequences per step in every trial.
+    All of them divide the largest size, so that every trial can have the same number of sequences per step.
     """
     sizes = [size for size in sizes if sizes[-1] % size == 0]
     if len(sizes) <= MAX_SIZES:
@@ -131,7 +131,8 @@ def sizes_to_time(sizes: Sequence[int]) -> list[int]:
 
 
 def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | None:
-    """Fit a line through the two largest measured sizes, or with slope `slope_gib` through the only one."""
+    """Return the line through the peaks of the two largest measured sizes. With a single size, its slope is
+    `slope_gib`; without any, return None."""
     peaks: dict[int, float] = {}
     for trial in trials:
         if trial.peak_gib is not None:
@@ -150,10 +151,10 @@ Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 
 
 def run_rate(trial: BatchTrial, global_size: int) -> float:
-    """Return the sequences/s of a trial, converted to the global batch.
+    """Return the sequences/s that a trial would have with the global batch.
 
-    Times proportional to a step's number of sequences are scaled to the global batch: data wait, and
-    forward and backward passes without exposed reduction. Reduction and update occur once per step.
+    The data wait and the forward and backward passes, without exposed reduction, are scaled with the number
+    of sequences per step. Reduction and update occur once per step and are not scaled.
     """
     more = global_size / trial.samples - 1
     steps = [
@@ -164,12 +165,12 @@ def run_rate(trial: BatchTrial, global_size: int) -> float:
 
 
 def mean_rate(rates: Rates, micro: int) -> float:
-    """Return the geometric mean of the rates of a size over its runs."""
+    """Return the geometric mean of a size's rates over its runs."""
     return statistics.geometric_mean(rates[micro])
 
 
 def deviation(rates: Rates) -> tuple[float, int]:
-    """Return (standard deviation of the logarithm of a run's rate, degrees of freedom), pooled over sizes.
+    """Return the standard deviation of a run's log rate, pooled over the sizes, and its degrees of freedom.
 
     The deviation is infinite if no size ran twice.
     """
@@ -195,10 +196,11 @@ def next_round(rates: Rates, sizes: Sequence[int]) -> list[int]:
 
 
 def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int, int, list[int]]:
-    """Return (choice, fastest size, sizes that may exceed the choice by more than `min_share` allows).
+    """Return (choice, fastest size, unsettled sizes).
 
-    The choice is the smallest size whose mean rate minus one standard error is at least `min_share` of the
-    fastest mean; with a share of 1, it is the fastest size.
+    The choice is the smallest size whose mean rate, minus one standard error of the difference, is at least
+    `min_share` of the fastest mean rate. With a share of 1, it is the fastest size. A size is unsettled if,
+    by the 95 % interval of the difference, its rate may exceed the choice's rate / `min_share`.
     """
     (sd, degrees), least = deviation(rates), math.log(min_share)
     fastest = max(rates, key=lambda size: mean_rate(rates, size))

@@ -1,4 +1,4 @@
-"""Build the reports of searches for the micro batch and the learning rate from tune.json."""
+"""Build the reports of `tune batch` and `tune lr` from tune.json."""
 
 import math
 import shlex
@@ -14,7 +14,7 @@ from launcher.tune import TUNED
 from launcher.tune.lr_search import LrTrial, Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, BatchTrial, TuneBatch, run_rate
 
-MAX_LIMIT_RATIO = 3.0  # a memory limit is drawn up to this multiple of the largest peak
+MAX_LIMIT_RATIO = 3.0  # a memory limit above this multiple of the largest peak is not drawn
 LIMITS = {
     "memory": "Larger sizes do not fit in the memory of a rank.",
     "budget": "The budget left no time for larger sizes; raise --budget.",
@@ -31,7 +31,7 @@ SIZE_COLUMNS = (
 
 
 def tune_page(path: Path) -> Report:
-    """Build the report of a tune.json of either search. Raise ConfigError if the file is damaged."""
+    """Build the report of the tune.json of either search. Raise ConfigError if the file is damaged."""
     data = results.load(path, TuneBatch.hint)
     if isinstance(data, dict) and data.get("kind") == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
@@ -82,11 +82,11 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     share = "the fastest" if len(tune.sizes) > 1 else "the only timed size"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
-        share = f"{formats.format_percent(choice.share_of_best)} of the fastest ({fastest})"
+        share = f"{formats.format_percent(choice.share_of_best)} of the rate of the fastest size, {fastest}"
     notes = [LIMITS[choice.limited_by]]
     if choice.not_settled:
         sizes = ", ".join(map(format_count, choice.not_settled))
-        notes.append(f"Sizes that may be more than 3 % faster: {sizes}. Raise --budget to decide.")
+        notes.append(f"Sizes that may be a better choice: {sizes}. Raise --budget to decide.")
     chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
     text = f"{chosen}: {format_si(choice.samples_per_s, 'sequences/s')}, {share}."
     return Verdict("warn" if choice.not_settled else "ok", text, notes)
@@ -101,9 +101,10 @@ def _noise(tune: TuneBatch) -> Verdict:
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = formats.format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"{format_count(noise.steps)} steps from {weights}; the noise scale grows during training.",
-        f"In the declared batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
-        "a sequence in a small batch.",
+        f"Measured over {format_count(noise.steps)} steps from {weights}. "
+        "The noise scale grows during training.",
+        f"In the global batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
+        "a sequence in a very small batch.",
     ]
     interval = formats.format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
@@ -125,18 +126,18 @@ def throughput_figure(tune: TuneBatch) -> Figure:
         page.Axis("sequences/s, all ranks", from_zero=True),
         levels=[ReferenceLine("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
         marks=_chosen(tune),
-        note="At the declared global batch; accumulation depends on the micro batch.",
+        note="At the configured global batch; accumulation depends on the micro batch.",
     )
 
 
 def memory_figure(tune: TuneBatch) -> Figure:
-    """Plot the measured peaks, the line through the two largest, and the memory limit of a size."""
+    """Plot the memory peaks, the line through the two largest sizes, and the memory that a size may use."""
     line, limit, trials = tune.memory_line, tune.memory_limit_gib, [*tune.memory_trials, *tune.trials]
     peaks = {(trial.micro_batch, trial.peak_gib) for trial in trials if trial.peak_gib is not None}
     traces = [_marks("measured, highest of all ranks", sorted(peaks), 1)]
     if line is not None:
         across = [0.0, float(max(micro for micro, _ in peaks))]
-        label = "line through the two largest"
+        label = "line through the two largest sizes"
         traces.insert(0, Line(label, across, [line.gib(x) for x in across], 0, "dashed"))
     highest = max([value for trace in traces for value in trace.values], default=0.0)
     levels, share = [], formats.format_percent(MEMORY_SHARE)
@@ -199,7 +200,7 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
-    """Return the held-out losses of a rate, without failed seeds."""
+    """Return the held-out losses of a rate, without those of failed trials."""
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
@@ -220,7 +221,7 @@ def loss_figure(tune: TuneLr) -> Figure:
         page.Axis("learning rate", "lr", log=True, ticks=sorted({trial.lr for trial in tune.trials})),
         page.Axis("held-out loss (nats per masked token)", "nats"),
         marks=[ReferenceLine(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
-        note="Lines: mean over seeds. The axis does not start at 0.",
+        note="Lines: mean over seeds. The loss axis does not start at 0.",
     )
 
 

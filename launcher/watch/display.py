@@ -16,6 +16,7 @@ from launcher import results
 from launcher.log import PLAIN, show
 from launcher.report import formats, run_page
 from launcher.report.formats import format_count, format_si, number
+from launcher.watch.failure import CRASH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ class Display:
         self._left_s: float | None = None  # remaining time as estimated at _line_s
         self._line_s = self._noted_s = self._activity_s = time.monotonic()
         self._activity = ""  # activity of rank 0 since _activity_s
-        self._flooded = False
+        self._flooded = self._crashed = False
         self._bar: Progress | None = None
 
     def __enter__(self) -> Display:
@@ -143,11 +144,16 @@ class Display:
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
-        """Show the newest lines of rank 0's log, at most MAX_LINES."""
+        """Show the newest MAX_LINES lines of rank 0's log. Stop at a crash; the failure card shows the stack."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server may not respond
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # the failure card follows
                 return
+        for i, line in enumerate(lines):
+            self._crashed = self._crashed or line.startswith(CRASH)
+            if self._crashed:
+                lines = lines[:i]
+                break
         flooded = len(lines) > MAX_LINES
         if flooded and not self._flooded:
             self._note("some lines are omitted; see logs/rank-0.log")

@@ -34,6 +34,7 @@ STACK_LINES = 15
 MESSAGE_CHARS = 600
 NO_CAUSE = "without recording an error"
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
+CRASH = "Fatal Python error: "  # start of faulthandler's output
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SAMPLE_S = 1.0
 CONSEQUENCES_SHOWN = 6
@@ -196,7 +197,7 @@ def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
 
 def crash_stack(text: str) -> list[str]:
     """Extract the last output of faulthandler from a log: the error and the stack of the crashed thread."""
-    _, error, rest = text.rpartition("Fatal Python error: ")
+    _, error, rest = text.rpartition(CRASH)
     if not error:
         return []
     head, *lines = rest.splitlines()

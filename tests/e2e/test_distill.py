@@ -94,7 +94,7 @@ def test_a_student_learns_from_a_file_of_logits(folder: Path) -> None:
         (("runs/teacher", *OTHER, "--replace", "none"), "TEACHER: the teacher has labels"),
         (("runs/teacher", *PAIRS, "--replace", "none"), "TEACHER: the teacher has pair False"),
         (("runs/teacher", *OWN, "--teacher-logits", "logits.jsonl", "--copies", "2"), "--copies: "),
-        (("runs/teacher", *OWN, "--student", "quickstart", "--embeddings", "teacher"), "needs a BiLSTM"),
+        (("runs/teacher", *OWN, "--student", "quickstart", "--embeddings", "teacher"), "requires a BiLSTM"),
         (("runs/teacher", *OWN, "--embeddings", "none.txt"), "--embeddings: none.txt is not a file"),
     ],
 )

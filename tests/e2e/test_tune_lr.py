@@ -99,7 +99,7 @@ def test_the_tuned_configuration_repeats_its_trial(out: Path, tune: dict[str, An
 
 @pytest.mark.quick
 def test_a_dry_run_and_bad_input_start_nothing(shards: Path, tmp_path: Path) -> None:
-    assert "3 rates spaced 2x at 1/8" in accepted(*command(shards, tmp_path / "out", "--dry-run"))
+    assert "3 rates, a factor of 2 apart" in accepted(*command(shards, tmp_path / "out", "--dry-run"))
     assert not (tmp_path / "out").exists()
     bad = refused(*command(shards, tmp_path, "--tokens", "5"))
     assert "error: --tokens: 5 tokens make fewer than 8 steps" in bad

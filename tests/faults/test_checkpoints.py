@@ -368,7 +368,7 @@ def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards
     facts = summary(tmp_path)
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 3)
     assert (facts["skipped_steps"], facts["failure"]["kind"]) == (3, "not_finite")
-    assert "all 3 steps had a gradient that is not finite" in facts["failure"]["message"]
+    assert "all 3 steps were skipped because the gradient was not finite" in facts["failure"]["message"]
     assert "all 3 steps" in done.stdout + done.stderr
 
 

@@ -163,7 +163,7 @@ def test_the_lines_of_rank_0_are_shown_including_the_last_ones(tmp_path: Path) -
 
 
 def test_no_line_is_shown_after_a_rank_has_failed(tmp_path: Path) -> None:
-    """A rank writes its error file before its traceback; after a killed rank, only the summary exists."""
+    """A rank writes its error file before its traceback, and its stack before it ends in a crash."""
     out, display = run_of(tmp_path)
     with display:
         (tmp_path / "logs" / "rank-1.error.json").write_text("{}")
@@ -171,11 +171,14 @@ def test_no_line_is_shown_after_a_rank_has_failed(tmp_path: Path) -> None:
         display.poll()
     assert out.getvalue() == ""
     (tmp_path / "logs" / "rank-1.error.json").unlink()
-    out, display = io.StringIO(), Display(tmp_path, Console(file=out), CONFIG)
+    out, display = run_of(tmp_path)
     with display:
-        append_log(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
+        append_log(tmp_path, 0, "before\nFatal Python error: Segmentation fault\n")
+        display.poll()  # before the launcher has noticed that the rank exited
+        append_log(tmp_path, 0, "Current thread 0x1 (most recent call first):\n")
+        display.poll()
         files.write_json(tmp_path / "summary.json", {"status": "failed"})
-    assert out.getvalue() == ""
+    assert out.getvalue() == "before\n"
 
 
 def test_output_to_a_pipe_is_not_wrapped_and_may_be_ascii(monkeypatch: pytest.MonkeyPatch) -> None:

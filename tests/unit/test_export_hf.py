@@ -185,7 +185,7 @@ def test_full_short_and_padded_sequences_are_compared(tmp_path: Path) -> None:
 def test_the_export_formats_of_a_run_are_listed() -> None:
     """A classifier with head `auto` has the head of the transformers class, if there is one."""
     graphs, headless = "ONNX, AOTInductor", "transformers EuroBERT without the head"
-    none = "transformers has no class for"
+    none = "no transformers class supports"
     for name, model, head, formats in (
         ("crammed-bert", {}, "recipe", f"{graphs}; {none} model.position"),
         ("crammed-rope", {}, "ModernBERT", f"transformers ModernBERT, {graphs}"),

@@ -98,7 +98,7 @@ def test_a_forbidden_change_is_reported_with_old_and_new_value(tmp_path: Path) -
     checkpoint(tmp_path / "run")
     run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")
     line = (
-        f"optim.beta1: the run has {CONFIG.optim.beta1}, now 0.5; undo the change or choose another --run-dir"
+        f"optim.beta1: 0.5, but the run has {CONFIG.optim.beta1}; undo the change or choose another --run-dir"
     )
     for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
         assert data_issues(place, resume, FACTS["data_hash"]) == []

@@ -104,10 +104,10 @@ def test_an_auto_micro_batch_is_the_runs_own_a_cached_or_a_new_one(
     assert len({each["out"].parent for each in given}) == 2
     (run_dir := tmp_path / "run").mkdir()
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
-    assert "auto = 2, as in this run" in resolve(run_dir=run_dir)[2]
+    assert "auto = 2, as in this run's config.yaml" in resolve(run_dir=run_dir)[2]
     saved = {**FACTS, "step": 1, "config": make_config("batch.micro_size=8").model_dump(mode="json")}
     files.write_json(run_dir / "state.json", saved)
-    assert "auto = 8, as in the run of --resume" in resolve(resume=str(run_dir))[2]
+    assert "auto = 8, as in the run given by --resume" in resolve(resume=str(run_dir))[2]
 
 
 class MadeRunner(Runner):

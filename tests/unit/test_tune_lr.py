@@ -162,7 +162,7 @@ def test_diverged_and_failed_rates_are_excluded_and_reported(run: Run) -> None:
     def surface(config: Config) -> float | str:
         rate = float(config.optim.lr)
         if not is_range_test(config) and rate > 0.008:
-            return "5 steps in a row up to step 9 had a gradient that is not finite and were skipped"
+            return "5 steps in a row up to step 9 were skipped because the gradient was not finite"
         return "RuntimeError: broken" if rate < 0.0015 else valley(config)
 
     result = run(surface)
@@ -177,8 +177,8 @@ def test_diverged_and_failed_rates_are_excluded_and_reported(run: Run) -> None:
     ("part", "reason"),
     [
         ("range test", "range-test: oom: oom"),
-        ("short", "no rate of the first rung can be chosen"),
-        ("whole", "no rate of the last rung can be chosen"),
+        ("short", "every rate of the first rung has a failed or diverged run"),
+        ("whole", "every rate of the last rung has a failed or diverged run"),
     ],
 )
 def test_a_search_without_successful_trials_fails(run: Run, part: str, reason: str) -> None:
