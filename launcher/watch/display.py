@@ -144,7 +144,7 @@ class Display:
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
-        """Show the newest MAX_LINES lines of rank 0's log. Stop at a crash; the failure card shows the stack."""
+        """Show the newest MAX_LINES lines of rank 0's log. Stop at a crash; the failure card shows it."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server may not respond
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # the failure card follows
