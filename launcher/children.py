@@ -53,8 +53,8 @@ def start_module(
 
 def ask_module(module: str, arguments: list[str], task: str) -> str:
     """Run `python -m module` and return its output. `task`: description of its work for the error message.
-    Raise ConfigError if the module rejects its input, and SystemExit if it fails. SIGINT is blocked until the
-    module unblocks it, so that Ctrl-C during the imports prints no traceback."""
+    Raise ConfigError if the module rejects its input, and SystemExit if it fails. The module starts with
+    SIGINT blocked and unblocks it later, so that Ctrl-C during the imports prints no traceback."""
     return ask_modules(module, [arguments], task)[0]
 
 
@@ -94,8 +94,7 @@ def run_command(
     argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
 ) -> tuple[str | None, str | None]:
     """Run a command. Return (output, None) if it succeeds, else (None, error) with the last lines of its
-    output. A timeout kills the command's process group. `pass_fds`: file descriptors that the command
-    inherits."""
+    output. A timeout kills the command's process group. `pass_fds`: descriptors that it inherits."""
     try:
         process = subprocess.Popen(
             argv,
@@ -118,7 +117,7 @@ def run_command(
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         lines: list[str] = []
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a command may survive while a driver hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL may fail while a driver hangs
             lines = process.communicate(timeout=KILLED_S)[1].strip().splitlines()
         return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
     if process.returncode:

@@ -1,7 +1,7 @@
 """Resolve the configuration, devices, data and output directory of verbs that start runs.
 
-A measuring verb locks its output directory. It resumes an earlier call only with the same options, machine,
-versions and data, because the results would not be comparable otherwise.
+A measuring verb locks its output directory. It resumes an earlier call only if options, machine, versions and
+data are the same, because the results would not be comparable otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-CPU_RANKS = 2  # ranks for --nproc auto on a machine without a GPU
+CPU_RANKS = 2  # ranks for --nproc auto if no GPU is used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Return an issue for `option` if one of `ranks` ranks has no device, else []."""
+        """Return an issue for `option` if there are fewer devices than `ranks`, else []."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
@@ -102,7 +102,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace settings with options in a ConfigError that the block raises. `options`: setting -> option."""
+    """Replace settings with options in ConfigErrors raised in the block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -223,7 +223,7 @@ def prepare_data(config: Config) -> Path:
 
 
 def _run_data_build(config: Config, verb: str) -> str:
-    """Run `python -m bert_dp.data.build VERB` and return its output. Raise ConfigError for its issues."""
+    """Run `python -m bert_dp.data.build VERB` and return its output. Raise ConfigError if it finds issues."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
@@ -247,7 +247,7 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
-    Raise ConfigError for `option` if the directory is not writable or another `what` is using it."""
+    Raise ConfigError for `option` if the directory is not writable or in use. `what`: noun for messages."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DRAWS = 2000  # number of bootstrap draws
 BLOCK = 5  # steps per block; single steps are not resampled, because neighbouring step times are correlated
 LEVEL = 0.95  # confidence level
-WIDEST = 2.0  # largest high / low in the interval of a measurable ratio
+WIDEST = 2.0  # largest high / low of the interval of a ratio that counts as measurable
 NORMAL = 1.960  # two-sided normal quantile at LEVEL
 
 
@@ -66,7 +66,7 @@ def geometric_mean(ratios: Sequence[float]) -> tuple[float, list[float] | None]:
 
 
 def is_measurable(interval: Sequence[float] | None) -> bool:
-    """Return whether the interval of a ratio is unknown (None) or spans at most a factor of WIDEST."""
+    """Return True if the interval of a ratio is unknown (None) or spans at most a factor of WIDEST."""
     return interval is None or 0 < interval[1] <= WIDEST * interval[0]
 
 
@@ -92,5 +92,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Return the interval of scale * over / under from independent draws of both; None if one is None."""
+    """Return the interval of scale * over / under from independent draws; None if one of them is None."""
     return None if over is None or under is None else interval(scale * over / under)

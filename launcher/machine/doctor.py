@@ -1,4 +1,4 @@
-"""Check this machine for `bert-dp doctor`. Each finding has a consequence for runs and a fix. Torch-free."""
+"""Check this machine for `bert-dp doctor`. A problem is shown with its consequence and a fix. Torch-free."""
 
 import dataclasses
 import itertools
@@ -50,7 +50,7 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
-    """Check the machine in under 30 s. A checkpoint is tested in `run_dir`, by default the current directory.
+    """Check the machine in under 30 s. The checkpoint test uses `run_dir`, by default the current directory.
     Child processes exit with this process, even if it is killed."""
     target = run_dir or Path()
     env = probe(target)
@@ -62,7 +62,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
 
 def _finding(good: bool, message: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
-    """Return a finding: ok if `good`, else of `level` with its consequence and fix."""
+    """Return a finding: `ok` if `good`, else `level` with the consequence and the fix."""
     return Finding("ok", message) if good else Finding(level, message, consequence, fix)
 
 
@@ -107,7 +107,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
             f"shared memory (/dev/shm): {format_gib(env.shm_gib)}",
-            "NCCL between the GPUs of a node fails with a bus error or cannot start",
+            "NCCL between the GPUs of a node may fail with a bus error or not start",
             "start the container with --shm-size=8g or --ipc=host",
         ),
         _finding(
@@ -125,7 +125,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"process limit: {'none' if env.max_processes is None else env.max_processes}",
-            "ranks fail with 'resource temporarily unavailable': each has 50 or more threads",
+            "ranks fail with 'resource temporarily unavailable', because each has 50 or more threads",
             "run `ulimit -u 16384` first, or raise the container's pids limit",
         ),
         _finding(
@@ -144,7 +144,7 @@ def diagnose(env: Environment) -> list[Finding]:
 
 
 def link_findings(env: Environment, p2p: str) -> list[Finding]:
-    """Judge the links between the visible GPUs. `p2p`: output of `nvidia-smi topo -p2p r`."""
+    """Assess the links between the visible GPUs. `p2p`: output of `nvidia-smi topo -p2p r`."""
     gpus = [gpu.index for gpu in env.gpus]
     links, transfers = pairs_by_code(env.gpu_topology or "", gpus), pairs_by_code(p2p, gpus)
     findings = []
@@ -155,14 +155,14 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
         is_near = not {"SYS", "NODE"} & set(links)
         findings.append(_finding(is_near, f"GPU links (nvidia-smi topo -m): {shown}", effect, fix))
     if off := "; ".join(f"{code} {pairs}" for code, pairs in transfers.items() if code != "OK"):
-        effect = "each transfer goes through the host's memory, or NCCL hangs"
+        effect = "each transfer goes through the host's memory, or NCCL may hang"
         fix = "disable ACS and the IOMMU in the BIOS, or set NCCL_P2P_DISABLE=1 to avoid the hang"
         findings.append(Finding("warn", f"P2P is off: {off}", effect, fix))
     return findings
 
 
 def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, str]:
-    """Group the pairs of `gpus`, as `0-1 0-2`, by their link code in a table of `nvidia-smi topo`."""
+    """Return {link code: pairs of `gpus`, such as `0-1 0-2`} from a table of `nvidia-smi topo`."""
     rows = [line.split() for line in text.splitlines()]
     cells = {row[0]: row[1:] for row in rows if row and row[0].startswith("GPU") and "X" in row}
     pairs: dict[str, list[str]] = {}
@@ -188,7 +188,7 @@ def loopback() -> Finding:
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Time how `python -m module` writes, verifies and loads a checkpoint in or above `target`."""
+    """Measure how fast `module` writes, verifies and loads a checkpoint in `target` or its nearest parent."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:
@@ -208,7 +208,7 @@ def checkpoint(
 
 
 def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.all_reduce") -> Finding:
-    """Time an all-reduce by `module` between all GPUs if there are several, else between two CPU ranks."""
+    """Time an all-reduce with `module`: between all GPUs if there are several, else between two CPU ranks."""
     r, error = _json_of(module, [], timeout_s)
     if r is None:
         consequence = "ranks cannot communicate: every run on more than one rank will fail"
@@ -221,7 +221,7 @@ def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.a
 
 
 def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
-    """Return a failed check, or a warning after a timeout, because the machine may only be busy."""
+    """Return the finding of a failed check. A timeout is only a warning, because the machine may be busy."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
         fix = "run `bert-dp doctor` again when the machine is idle"

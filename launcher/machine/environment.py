@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """Resources of this machine that this process may use, as stored in environment.json."""
+    """Facts about this machine and the resources usable by this process, as stored in environment.json."""
 
     date: str
     command: list[str]
@@ -89,12 +89,12 @@ class Environment:
 
     @property
     def usable_cores(self) -> float:
-        """Return the number of usable cores: the lesser of CPU affinity and control-group quota."""
+        """Return the number of usable cores: the smaller of CPU affinity and control-group quota."""
         return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Return True if CUDA_VISIBLE_DEVICES names GPUs, but no usable one. Empty or -1 names no GPU."""
+        """Return True if CUDA_VISIBLE_DEVICES names GPUs, but no usable one. "" and "-1" name no GPU."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
@@ -103,8 +103,8 @@ class Environment:
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
-        """Return the memory per rank in GiB (None if unknown) and its source: the GPU with the least free
-        memory, or an equal share of the host memory."""
+        """Return the memory per rank in GiB (None if unknown) and a description of it: the free memory of the
+        GPU that has least, or an equal share of the host memory."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"memory of this machine / {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
@@ -119,7 +119,7 @@ class Environment:
 
 
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
-    """Read the machine, package versions and the git commit of `path`. Unreadable facts are None."""
+    """Read facts about the machine, package versions and the git commit of `path`. Unknown facts are None."""
     gpus, present, gpu_error = find_gpus(root)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
@@ -215,8 +215,8 @@ def existing(path: Path) -> Path:
 def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
     """Return the visible GPUs, the number of GPUs present and the error of nvidia-smi, if any. If nvidia-smi
     lists no GPU, the kernel driver's list is read instead."""
-    devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may contain
-    divided: list[bool] = []  # True for each GPU divided by MIG
+    devices: list[tuple[Gpu, str]] = []  # (GPU, UUID), because CUDA_VISIBLE_DEVICES may contain UUIDs
+    divided: list[bool] = []  # for each GPU: whether MIG divides it into instances
     error: str | None = None
     if shutil.which("nvidia-smi"):
         facts = "index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id,mig.mode.current"
@@ -243,7 +243,7 @@ def _instance(gpu: Gpu) -> Gpu:
 
 
 def _numa_node(root: Path, address: str) -> int | None:
-    """Return the NUMA node of a PCI device. Its PCI domain has 8 digits in nvidia-smi, 4 in sysfs."""
+    """Return the NUMA node of a PCI device. The PCI domain has 8 digits in nvidia-smi, but 4 in sysfs."""
     path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
     text = read_text(path).strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
@@ -289,7 +289,7 @@ def read_text(path: Path) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Read the fields of proc_pid_stat(5) from the third, the state, on; [] if the process is gone."""
+    """Read the fields of proc_pid_stat(5), starting with the third, the state. [] if the process is gone."""
     return read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 

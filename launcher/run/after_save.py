@@ -18,11 +18,11 @@ LOG = "logs/after-save.log"
 
 
 class AfterSave:
-    """Context manager that runs a command on new checkpoints; its caller must poll often. One command runs at
-    a time. Of the checkpoints saved meanwhile, only the newest is passed to the next command."""
+    """Context manager that runs a command on each new checkpoint; call `poll` often. Checkpoints that are
+    saved while the command runs are skipped, except the newest, on which it runs next."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
-        """`command`: words of the command; empty = run nothing. `log` prints a line if the command fails."""
+        """`command`: program and arguments; () = run nothing. `log`: function that prints a line."""
         self._command, self._run_dir, self._log = command, run_dir, log
         self._passed = self._newest()
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,7 +31,7 @@ class AfterSave:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Run the command on the last checkpoint and wait for it. A stop signal kills the command."""
+        """Wait until the command has run on the newest checkpoint. A stop signal kills the command."""
         with stop_signals() as received:
             self.poll()
             while self._process is not None and not received:
@@ -62,10 +62,10 @@ class AfterSave:
                         env={**os.environ, **child_environment()},
                     )
             except OSError as error:
-                self._log(f"warning: --after-save: {error}")
+                self._log(f"warning: the --after-save command cannot start: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint and its mtime (ns), which changes if a restart saves it again."""
+        """Return the newest checkpoint and its mtime (ns), or None. Saving it again changes the mtime."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns
@@ -74,4 +74,4 @@ class AfterSave:
     def _report(self, code: int) -> None:
         if code and self._passed is not None:
             problem = f"{self._passed[0].name}: {describe_exit_code(code, '')}"
-            self._log(f"warning: --after-save failed for {problem}; see {self._run_dir / LOG}")
+            self._log(f"warning: the --after-save command failed for {problem}; see {self._run_dir / LOG}")

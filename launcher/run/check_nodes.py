@@ -1,4 +1,4 @@
-"""Check several nodes for `doctor`: requirements of a run, clocks, and the bandwidth to each node."""
+"""Compare the versions, data and clocks of several nodes for `doctor`, and test the network between them."""
 
 import json
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from launcher.run.nodes import Place
 
 LINK_S = 90.0  # limit for one measurement, including imports
 MAX_CLOCK_S = 1.0  # largest clock difference without a warning
-SILENT_S = 30.0  # a launcher counts as lost after this time without a message
+SILENT_S = 30.0  # a launcher that sends no message for this time counts as lost
 
 
 def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[list[Finding], int]:
-    """Check the nodes; return the findings (on node 0 only) and the exit code. Raise ConfigError if a run
-    would be refused because a node is missing, versions or data differ, or no directory is shared."""
+    """Check the nodes. Return (findings, 0) on node 0, and ([], node 0's exit code) on the other nodes.
+    Raise ConfigError if a node is missing, versions or data differ, or the nodes share no directory."""
     directory = existing(run_dir.resolve())
     hello = peers.hello_of(job.load("quickstart", [], run_dir), place, 1)
     data_hash = read_manifest(data).hash if data else ""
@@ -29,8 +29,8 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
     with peers.coordinating(place, directory, log, SILENT_S) as nodes:
         nodes.gather(hello)
         nodes.check_data(data_hash)
-        also = f" and the data {data_hash[:16]}" if data else ""
-        message = f"nodes: all {place.nodes} have the same versions and share {directory}{also}"
+        also = f" and data (hash {data_hash[:16]})" if data else ""
+        message = f"nodes: all {place.nodes} have the same versions{also} and share {directory}"
         findings = [Finding("ok", message)]
         for rank in range(1, place.nodes):
             findings += [_clock(nodes, rank), _link(nodes, rank)]
@@ -39,7 +39,7 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
 
 
 def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Compare a node's clock with node 0's, to within half the round-trip time."""
+    """Compare a node's clock with node 0's. The error is at most half the round-trip time."""
     offset_s, error_s = nodes.clock_offset(rank)
     message = f"clock of {nodes.name(rank)}: {offset_s * 1e3:+.0f} ms ± {error_s * 1e3:.0f} ms from node 0's"
     if abs(offset_s) <= MAX_CLOCK_S + error_s:
@@ -64,14 +64,16 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
-    """Run one rank of the pair; return (output, error) like run_command. `store`: rank 0's bound socket."""
+    """Run one rank of a two-rank all-reduce, and return (output, error) as run_command does. `store`:
+    descriptor of the bound socket on which rank 0 serves the store; empty for rank 1."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)
 
 
 def _serve(place: Place, directory: Path, data_hash: str, hello: peers.Message) -> int:
-    """Run measurements as node 0 requests; return its exit code. Raise ConfigError if it reports issues."""
+    """Run the measurements that node 0 requests. Return node 0's exit code, or 1 if node 0 is lost. Raise
+    ConfigError if node 0 reports issues."""
     member = peers.join(place, directory, hello, SILENT_S)
     member.link.send("data", hash=data_hash, issues=[])
     while (order := member.next()) is not None and order["kind"] == "start":

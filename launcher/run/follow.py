@@ -1,6 +1,7 @@
-"""Display and finish a run not started by bert-dp's launcher, in a child process of rank 0.
+"""Display the progress of a run that bert-dp's launcher did not start, and write its report.
 
-Rank 0 runs `python -m launcher.run.follow RUN RANKS LOCAL_RANKS`, and closes the child's input on exit."""
+Rank 0 starts `python -m launcher.run.follow RUN RANKS LOCAL_RANKS` as a child process. When rank 0 exits, the
+child's standard input closes."""
 
 import os
 import select
@@ -25,7 +26,7 @@ from launcher.watch.display import Display
 
 
 def main(run_dir: Path, ranks: int, here: int) -> None:
-    """Display the run until rank 0 exits, then complete summary.json, write the page and show the result."""
+    """Display the run until rank 0 exits. Then complete summary.json, write the page and show the result."""
     os.nice(19)  # gives priority to the ranks
     rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
     began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())
@@ -34,12 +35,12 @@ def main(run_dir: Path, ranks: int, here: int) -> None:
     files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its own facts
     log(f"run directory: {run_dir}")
     with Loggers(run_dir, config.log.to, log), Display(run_dir, console, config) as display:
-        os.write(0, b"\n")  # lets rank 0 continue: its records are now displayed
+        os.write(0, b"\n")  # tells rank 0 to continue, because the display is ready
         while not select.select([0], [], [], POLL_S)[0]:
             display.poll()
         display.poll()
     unknown = Failure(kind="no_cause", message="rank 0 exited without a summary")
-    gone = failure.RankExit(0, None, time.monotonic_ns())  # only its parent can read its exit code
+    gone = failure.RankExit(0, None, time.monotonic_ns())  # only the parent of rank 0 can read the exit code
     logs = run_dir / "logs"
     cause = failure.first_cause(logs, "", (gone,), failure.recorded_errors(logs)) or unknown
     cause = failure.explain(cause, run_dir, ranks, memory.facts(), here)

@@ -1,8 +1,8 @@
-"""Send a run's records to TensorBoard, Weights & Biases, MLflow or trackio, each from a child process.
+"""Send a run's records to TensorBoard, Weights & Biases, MLflow or trackio, with a child process per service.
 
 A child, `python -m launcher.run.loggers RUN SERVICE`, runs until the launcher exits or closes the child's
-standard input. It prints lines for the user; the output of the service goes to logs/loggers.log. Its exit
-code is 0 if it sent everything, INCOMPLETE if it printed a warning.
+standard input. It prints lines for the user. The output of the service's library goes to logs/loggers.log.
+The exit code of a child is 0 if it sent everything, INCOMPLETE if it printed a warning.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from launcher.log import Log
 from launcher.run.processes import stop_signals
 
 INCOMPLETE = 3  # exit code of a child that printed a warning
-SERVICES_S = 8.0  # limit for all services after the end of the run
+SERVICES_S = 8.0  # limit for all services to finish after the run
 POLL_S = 1.0  # interval at which a child reads new records
 WAIT_S = 0.02  # interval at which the launcher checks for exited children
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
-MLFLOW_PARAMS = 100  # limit of parameters in one request
-MLFLOW_CHARACTERS = 6000  # limit of characters in a parameter; a tag may have 8000
-# record file -> (prefix of its keys, keys that are not sent)
+MLFLOW_PARAMS = 100  # maximum number of parameters in a request
+MLFLOW_CHARACTERS = 6000  # maximum length of a parameter or a tag; MLflow allows tags of 8000
+# record file -> (prefix added to its keys, keys that are not sent)
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
 Scalar = str | int | float | bool
@@ -48,11 +48,12 @@ class Loggers:
     """Context manager that sends a run's records to services. A child's errors do not affect the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """`log` prints the children's lines. `wait`: on exit, wait until everything is sent."""
+        """`log`: function that prints a line. `wait`: on exit, wait until everything is sent,
+        without a time limit."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
-        # after the block: 0 = everything was sent; 1 = something was not; 128 + N = signal N ended the wait
+        # set on exit: 0 = everything was sent, 1 = some records were not, 128 + N = signal N ended the wait
         self.exit_code = 0
 
     def __enter__(self) -> Self:
@@ -76,7 +77,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input; kill those still running after the limit or after a stop signal."""
+        """Close the children's input. Kill those that still run at the limit or after a stop signal."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
@@ -116,7 +117,7 @@ def incomplete(run_dir: Path, service: str, problem: str) -> str:
 
 
 def main(run_dir: Path, service: str) -> int:
-    """Send a run's records until standard input closes, and return the exit code. Log any exception."""
+    """Send a run's records until standard input closes. Return 0, or INCOMPLETE after a logged exception."""
     for number in files.STOP_SIGNALS:  # the launcher decides when this process exits
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # gives priority to the ranks
@@ -138,8 +139,8 @@ def main(run_dir: Path, service: str) -> int:
 
 
 def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log: Log) -> None:
-    """Send the settings, each new record, and finally the summary. `wait_for_end(seconds)` waits until
-    the run ends or for `seconds`, and returns whether the run has ended. Raise any error of the service."""
+    """Send the settings, each new record, and finally the summary. Errors of the service are raised.
+    `wait_for_end(seconds)` waits for `seconds` or until the run ends, and returns whether it has ended."""
     config = flat(read_yaml(run_dir / "config.yaml"))
     settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
     name = f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -154,7 +155,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
             writer.write(step, values)
     last = max(reader.sent for reader in readers)
     writer.finish(last, *summary_facts(run_dir))
-    with (run_dir / LOG).open("a") as file:  # raises if the disk is full or lost; some services ignore this
+    with (run_dir / LOG).open("a") as file:  # raises if the disk is full, which some services ignore
         file.write(f"{service}: sent up to step {last}\n")
 
 
@@ -167,7 +168,7 @@ class StepReader:
         self._prefix, self._left_out = RECORDS[path.name]
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the step and the numbers of each new complete line. Skip damaged lines."""
+        """Yield the step and the numeric values of each new complete line. Skip damaged lines."""
         while lines := self._tail.lines()[0]:
             for line in lines:
                 try:
@@ -183,8 +184,8 @@ class StepReader:
 
 
 def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
-    """Return (values of summary.json and the paths of page and checkpoint, exit code). Without a summary,
-    return ({}, 1)."""
+    """Return a run's final facts and its exit code; ({}, 1) if it has no summary. The facts are the values of
+    summary.json and the paths of the report page and the checkpoint."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is None:
         return {}, 1
@@ -199,13 +200,14 @@ class Writer(NamedTuple):
     """Functions that write a run to a service. They may raise any exception."""
 
     where: str  # path or address of the run
-    write: Callable[[int, Mapping[str, float]], object]  # send the numbers of a step; steps never decrease
+    write: Callable[[int, Mapping[str, float]], object]  # sends the values of a step; steps never decrease
     finish: Callable[[int, Mapping[str, Scalar], int], object]
-    """Send the summary, which may be empty, at the last step, and close the run with the exit code."""
+    """Function that sends the summary, which may be empty, and ends the run. Arguments: last step, summary,
+    exit code."""
 
 
 def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open event files in RUN/tensorboard. The Text page shows tables of the settings and the summary."""
+    """Open event files in RUN/tensorboard. TensorBoard's Text tab shows the settings and the summary."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary as Scalars
     from tensorboard.plugins.text.summary_v2 import text_pb
@@ -235,12 +237,12 @@ def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -
 
 
 def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
-    """Open a Weights & Biases run, offline in RUN/wandb unless WANDB_MODE is set."""
+    """Open a Weights & Biases run. Unless WANDB_MODE is set, the run is offline, in RUN/wandb."""
     if os.environ.setdefault("WANDB_MODE", "offline") == "offline":
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise wandb sends error reports
     import wandb
 
-    # without these settings, wandb describes this process instead of the ranks
+    # by default, wandb records the output, git state and usage of this process, which is not a rank
     off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),

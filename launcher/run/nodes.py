@@ -1,5 +1,5 @@
-"""Find out which node of a multi-node run this launcher is on, from options or from the environment variables
-of Slurm, Kubeflow's trainer or SkyPilot."""
+"""Determine this launcher's node in a multi-node run from the options or from the environment variables of
+Slurm, Kubeflow's trainer or SkyPilot."""
 
 import ipaddress
 import os
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
     nodes: int
     rank: int
-    address: str  # IP address of the rendezvous, on node 0
+    address: str  # IP address of node 0, where the nodes rendezvous
     port: int
     interface: str  # network interface for the ranks of this node
     nproc: str = "auto"  # number of ranks on this node if --nproc is not passed
@@ -50,10 +50,10 @@ def find_place(
     interface: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Place | None:
-    """Return the node of this launcher; None for a run on one node. Options override variables.
+    """Return the node of this launcher; None for a run on one node. Options override environment variables.
 
     Raise ConfigError if a value is missing, out of range or contradictory, or if other nodes cannot reach the
-    rendezvous.
+    rendezvous address.
     """
     manager = Variables() if nnodes == 1 else manager_variables(environ)
     nodes = _number("--nnodes", nnodes, manager.nodes)
@@ -79,13 +79,13 @@ def find_place(
 
 
 def manager_variables(environ: Mapping[str, str]) -> Variables:
-    """Read the variables of the cluster manager that started this process on several nodes. Raise ConfigError
-    if two managers contradict each other, or if srun started several launchers on a node."""
+    """Return the values set by the cluster manager that started this process on several nodes, if any did.
+    Raise ConfigError if managers contradict each other, or if srun started several launchers on a node."""
     get, found = environ.get, {}
     # not SLURM_NNODES, which is also set in a batch script, where only one launcher runs
     if (nodes := get("SLURM_STEP_NUM_NODES", "1")) != "1":
         if (tasks := get("SLURM_STEP_NUM_TASKS", nodes)) != nodes:
-            message = f"{tasks} tasks on {nodes} nodes, but each node needs one launcher"
+            message = f"{tasks} tasks on {nodes} nodes, but each node needs exactly one launcher"
             raise refusal("srun", "conflict", message, "use srun --ntasks-per-node=1", tasks)
         first = first_host(get("SLURM_STEP_NODELIST", ""))
         job_port = SLURM_PORTS[int(get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
@@ -100,7 +100,7 @@ def manager_variables(environ: Mapping[str, str]) -> Variables:
         found["SkyPilot"] = Variables(nodes, get("SKYPILOT_NODE_RANK"), hosts[0] if hosts else None)
     if len({each[:2] for each in found.values()}) > 1:
         each = ", ".join(f"{name}: node {found[name].rank} of {found[name].nodes}" for name in found)
-        hint = "unset the variables of one manager, or pass --nnodes 1 for one node"
+        hint = "unset the variables of one manager, or pass --nnodes 1 to use one node"
         raise refusal("--nnodes", "conflict", f"cluster managers contradict each other ({each})", hint)
     return next(iter(found.values()), Variables())
 
@@ -112,7 +112,8 @@ def first_host(names: str) -> str:
 
 
 def _number(option: str, given: int | None, text: str | None) -> int | None:
-    """Return `given` (option), else the number `text` (variable). Raise ConfigError if `text` is invalid."""
+    """Return `given`, the value of `option`; if it is None, parse `text`, the value of a variable. Raise
+    ConfigError if `text` is not a whole number."""
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
@@ -141,7 +142,7 @@ def _resolve(endpoint: str) -> tuple[str, int]:
 
 
 def _interface(name: str | None, address: str) -> str:
-    """Return `name`, or the interface that routes to `address`. Raise ConfigError if it does not exist."""
+    """Return `name`, by default the interface that routes to `address`. Raise ConfigError if it is absent."""
     interfaces, here = psutil.net_if_addrs(), socket.gethostname()
     if name is None:
         try:
@@ -152,7 +153,7 @@ def _interface(name: str | None, address: str) -> str:
             message = f"{here} has no route to {address} ({error.strerror})"
             raise refusal("--rendezvous", "not_found", message, "see `ip route`", address) from None
         with_it = (k for k, all_ in interfaces.items() if own in {a.address.partition("%")[0] for a in all_})
-        name = next(with_it, f"the interface of {own}")
+        name = next(with_it, f"an interface with the address {own}")
     if name not in interfaces:
         hint = f"use one of {', '.join(sorted(interfaces))}"
         raise refusal("--interface", "not_found", f"{name} does not exist on {here}", hint, name)

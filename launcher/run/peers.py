@@ -1,7 +1,8 @@
-"""Connect the launchers of a multi-node run: node 0 coordinates, the other nodes are members.
+"""Connect the launchers of a multi-node run. Node 0's launcher is the coordinator, the others are members.
 
-They exchange lines of JSON over one TCP connection per member, at the rendezvous address. A member proves its
-access to the run directory with a secret stored there. Messages are not encrypted: the network is trusted.
+Each member exchanges lines of JSON with the coordinator over a TCP connection to the rendezvous address. To
+prove that it can read the run directory, it uses a secret stored there. Messages are not encrypted, because
+the network is trusted.
 """
 
 import contextlib
@@ -35,11 +36,11 @@ from launcher.watch.failure import RanksEnded, first_line
 BEAT_S = 1.0  # interval between `beat` messages
 ARRIVE_S = 120.0  # limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
-REFUSE_S = 10.0  # limit for late launchers to connect, so that they learn why node 0 refused the run
+REFUSE_S = 10.0  # after a refusal, limit for late launchers to connect, so that they can report it too
 SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
 ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
-LINE_BYTES = 2**26  # limit of a message
-SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")  # name of the file with the secret
+LINE_BYTES = 2**26  # maximum size of a message
+SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")  # name of the file that contains the secret
 
 Message = dict[str, Any]
 
@@ -47,18 +48,18 @@ Message = dict[str, Any]
 class Order(NamedTuple):
     """Instructions for a node's ranks, derived from the state of the other nodes."""
 
-    failed: bool  # a rank on another node failed, so this node's ranks may still save, then must exit
+    failed: bool  # a rank on another node failed; this node's ranks may finish a save, then must exit
     over: bool  # this node's ranks must be killed now
     signal: int = 0  # stop signal received on another node; 0 = none
 
 
 class Link:
-    """Connection between two launchers. A thread reads; another sends `status` in a `beat` every second."""
+    """Connection to another launcher. One thread reads; another sends `status` in a `beat` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: silence after which the other launcher counts as lost; at least SUSPENDED_S."""
+        """`limit_s`: time without a message after which the other launcher is lost; at least SUSPENDED_S."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # time limit of a send if the link is cut and the buffer is full; the kernel accepts at most 2**31 - 1
+        # how long a send may block if the link is cut and the buffer is full; the kernel's limit is 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
@@ -75,7 +76,7 @@ class Link:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message. If the other launcher has exited, discard the message and set `closed_s`."""
+        """Send a message. If the link is broken, discard the message and set `closed_s`."""
         line = json.dumps({"kind": kind, **facts}).encode() + b"\n"
         try:
             with self._lock:
@@ -94,21 +95,22 @@ class Link:
             raise ConnectionError("closed")
         message = files.parse_json(line)
         if not isinstance(message, dict) or "kind" not in message:
-            raise ValueError("not a launcher's message")
+            raise ValueError("not a message of a launcher")
         return message
 
     def silent_s(self) -> float:
-        """Return the seconds from the last message until now, or until the link closed."""
+        """Return the seconds from the last message until the link closed, or until now if it is open."""
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
-        """Return why the other launcher, `name`, counts as lost; None if it does not."""
+        """Return the reason why the other launcher is lost, or None. `name`: its name in the reason."""
         if (silent_s := self.silent_s()) >= self._limit_s:
             return f"{name} is lost: no message for {silent_s:.0f} s; the machine or the link has failed"
         return f"{name} is lost: its launcher has exited" if self.closed_s else None
 
     def close(self) -> None:
-        """Close the link after the other launcher has (or after 2 s): a reset would discard unread data."""
+        """Close the link. First wait up to 2 s for the other launcher to close its end, because closing
+        earlier could reset the connection and discard data that the other launcher has not read."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         self._reading.join(2.0)
@@ -146,7 +148,7 @@ def _name(rank: int, host: object) -> str:
 
 
 def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -> Message:
-    """Return the message with the facts about this node that node 0 compares with its own."""
+    """Build the `hello` message of this node: facts that node 0 compares with its own, and `issues`."""
     host = socket.gethostname()
     return {
         "rank": place.rank,
@@ -196,7 +198,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Coordinator:
-    """Coordinator on node 0: links to the members, their newest messages, and lost members."""
+    """Coordinator of a multi-node run, on node 0. It keeps links to the members and their newest messages."""
 
     def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
         self.place, self._log, self._limit_s = place, log, limit_s
@@ -257,7 +259,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until `is_done()`, until a node is lost or refused, or for `seconds`. Return `is_done()`."""
+        """Wait until `is_done()`, an issue or a lost node, at most for `seconds`. Return `is_done()`."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -303,7 +305,7 @@ class Coordinator:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def lost(self) -> str | None:
-        """Describe a node whose launcher has exited or been silent for hang_after_s, or return None."""
+        """Describe a node whose launcher has exited or sent no message for `limit_s`, or return None."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
@@ -312,7 +314,7 @@ class Coordinator:
             link.send(kind, **facts)
 
     def _all(self, kind: str, attempt: int | None = None) -> dict[int, Message]:
-        """Return each node's newest message of this kind. With `attempt`, omit messages of other attempts."""
+        """Return the newest message of this kind by node. With `attempt`, omit messages of other attempts."""
         with self._changed:
             newest = {k: self._newest[k, kind] for k in self._members if (k, kind) in self._newest}
         return {k: message for k, message in newest.items() if attempt in (None, message.get("attempt"))}
@@ -343,7 +345,7 @@ class Coordinator:
         return message["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Start the members' ranks; return the RankStart of node 0. `config`: text of config.yaml."""
+        """Let members start their ranks; return the RankStart of node 0. `config`: text of config.yaml."""
         self._attempt, self._sent_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]
@@ -356,7 +358,7 @@ class Coordinator:
 
     def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
         """Notify the members if a rank of node 0 has failed, and return instructions for node 0's ranks. A
-        rank that exits before the summary is written has failed, whatever its exit code."""
+        rank that exits before summary.json is written counts as failed, whatever its exit code."""
         if failed and not self._sent_failed:
             self._sent_failed = True
             self._send("failed")
@@ -369,7 +371,7 @@ class Coordinator:
         return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
-        """Return the seconds since the last message of the member that has been silent longest."""
+        """Return the longest time, in seconds, for which a member has sent no message."""
         return max((link.silent_s() for link in self._members.values()), default=0.0)
 
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
@@ -386,7 +388,7 @@ class Coordinator:
         self._send("look")
 
     def evidence(self) -> dict[int, tuple[tuple[hangs.Frame, ...], hangs.Collectives]]:
-        """Return the requested stacks and collectives by rank. Omit nodes that do not answer in time."""
+        """Return (stack, collectives) of each rank. Omit nodes that do not answer within ANSWER_S."""
         self._wait(lambda: len(self._all("evidence")) == len(self._members), hangs.ANSWER_S)
         return {
             int(rank): (tuple(hangs.Frame(*frame) for frame in stack), collectives)
@@ -395,8 +397,9 @@ class Coordinator:
         }
 
     def collect(self, own: RanksEnded) -> dict[int, RanksEnded]:
-        """Return how each node's ranks ended, with times on node 0's clock. If the run failed, first
-        kill the members' ranks. Omit lost nodes. `own`: result of node 0's ranks."""
+        """Return how the ranks of each node ended, with times converted to node 0's clock. Omit nodes that
+        send no result. If node 0's ranks failed, or the members' ranks have not ended after ENDING_S, the
+        members first kill their ranks. `own`: result of node 0's ranks."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
@@ -413,8 +416,9 @@ class Coordinator:
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Return (cause with its node's name, number of the node). If `cause` is None or not definite,
-        blame a lost node, else node `failed_first` (if that is not 0) with the failure `unknown`."""
+        """Return (cause with its node's name, number of the node). If `cause` is None or only a consequence
+        (`peer_gone`, `no_cause`), a lost node is the cause. If no node is lost and `failed_first` is not 0,
+        the cause is the failure `unknown` of that node."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -437,7 +441,7 @@ class Coordinator:
         for link in self._links:
             link.close()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accepting thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts connections
         self._listener.close()
         self._file.unlink(missing_ok=True)
 
@@ -458,7 +462,7 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
 
 
 class Member:
-    """Member on a node other than 0: receives instructions from node 0 and reports on its own ranks."""
+    """Member on a node other than 0. It receives instructions from node 0 and reports on its own ranks."""
 
     def __init__(self, link: Link, run_dir: Path):
         self.link, self._run_dir = link, run_dir
@@ -482,8 +486,8 @@ class Member:
             self._received.add(kind)
 
     def next(self, pending: Sequence[int] = ()) -> Message | None:
-        """Return the next `start` or `end` message; None if node 0 is lost or a signal precedes the first
-        start. `exchange` reports later signals, even if they arrive between two attempts."""
+        """Wait for the next `start` or `end` message and return it; None if node 0 is lost, or if a stop
+        signal is `pending` before the first start. `exchange` reports later signals to node 0."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)
@@ -495,7 +499,7 @@ class Member:
         return self.link.lost("node 0")
 
     def poll(self, workers: Mapping[int, psutil.Process]) -> None:
-        """Put the state of this node's ranks into the next beat, and send their stacks if requested."""
+        """Put the state of this node's ranks into the next beat. Send stacks and collectives if requested."""
         now = time.monotonic()
         if now - self._looked_s >= hangs.LOOK_EVERY_S:
             self._looked_s = now

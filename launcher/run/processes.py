@@ -30,7 +30,7 @@ from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2  # interval between checks of the ranks
-KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit and to save (torchrun's default: 30)
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits for ranks to exit, or to finish a save
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval between checks
 ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
 
@@ -44,7 +44,7 @@ class RunOutcome:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Within the block, append stop signals to the yielded list instead of acting on them.
+    """Within the block, append stop signals to the yielded list instead of ending this process.
 
     Drop signals within ONE_STOP_S of the first one. Signals that were ignored before, for example because of
     nohup, stay ignored.
@@ -78,18 +78,19 @@ def run(
 ) -> RunOutcome:
     """Train with RUN/config.yaml on the ranks of this node, as `start` describes, and return the outcome.
 
-    Call `on_poll` several times a second until a rank fails. Log the first stop signal and forward it to the
-    workers, which save a checkpoint after their current step and exit; kill them after a second signal or
-    after `start.grace_s`. No process of the run outlives this call. Complete summary.json, or write it if the
-    workers could not. `watch` may end a hung run. `nodes`: connection to the launchers of the other nodes,
-    which start their own ranks.
+    Forward the first stop signal to the workers, which save a checkpoint after their current step and exit.
+    Kill them after a second signal or after `start.grace_s`. No process of the run outlives this call.
+    Complete summary.json, or write it if the workers could not.
+
+    `on_poll` is called several times a second until a rank fails. `watch` may end a hung run. `nodes`:
+    connection to the launchers of the other nodes, which start their own ranks.
     """
     nproc, logs = start.nproc, run_dir / "logs"
     logs.mkdir(exist_ok=True)
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    with stop_signals() as pending:  # also while the summary is written, which a signal must not prevent
+    with stop_signals() as pending:  # a signal must not prevent the writing of the summary
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
             if watch is not None:
@@ -99,7 +100,7 @@ def run(
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
         output = "".join(each.said for each in by_node.values())
-        # nodes whose torchrun failed before any rank did, and whose ranks recorded no error
+        # time -> node, of nodes whose torchrun failed before any rank did and whose ranks recorded no error
         first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
         failed_ns = {
             each.failed_ns: k
@@ -140,8 +141,8 @@ def run_ranks(
     watch: Watch | Member | None = None,
     peers: Coordinator | Member | None = None,
 ) -> RanksEnded:
-    """Start this node's ranks and wait for them. None of their processes outlives this call. `pending`: stop
-    signals received so far; the list grows."""
+    """Start this node's ranks and wait for them. None of their processes outlives this call. `pending`: list
+    of stop signals, to which signals are added during the call."""
     node, logs = start.node, run_dir / "logs"
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), *start.worker]
@@ -160,7 +161,7 @@ def run_ranks(
                 store = node.store if node else None
                 process = subprocess.Popen(
                     start_command(start, scratch, worker),
-                    env=start_environment(start, run_dir, scratch),  # counts the cores of `confined`
+                    env=start_environment(start, run_dir, scratch),  # counts only the cores in `start.cores`
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
@@ -200,14 +201,15 @@ def _follow(
     watch: Watch | Member | None,
     peers: Coordinator | Member | None,
 ) -> None:
-    """Monitor the ranks until their launcher exits, a second stop signal arrives, or a time limit passes.
+    """Monitor the ranks until the process that started them exits, or until they must be killed, for example
+    after a second stop signal.
 
     A batch system may signal every process of a job. deepspeed's runner then exits at once, but its workers
-    still get the time to save a checkpoint.
+    still have time to save a checkpoint.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
-    last_s = 0.0  # deadline for a save in progress after a failure
+    last_s = 0.0  # after a failure, deadline for a save in progress
     failed = False
     left_behind = _unfinished(run_dir)
     while (ended := workers.launcher.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
@@ -231,7 +233,7 @@ def _follow(
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        if failed and not last_s:  # also while stopping: the signal kills a rank that has no handler yet
+        if failed and not last_s:  # even while stopping, because a signal kills a rank without a handler
             failed_s = time.monotonic()
             deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
             last_s = failed_s + SAVE_AFTER_FAILURE_S
@@ -260,15 +262,15 @@ def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """List unfinished checkpoints. A rank is writing them, or was killed while it wrote them."""
+    """List unfinished checkpoints, which a rank is writing or was writing when it was killed."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
 
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
-    """Complete rank 0's summary, or build one if rank 0 wrote none. `unknown`: the failure reported if
-    `cause` is None. A run that fails for another reason while a stop signal is pending counts as failed."""
+    """Complete rank 0's summary.json, or write one if rank 0 wrote none. `unknown`: the failure if `cause` is
+    None. Even if a stop signal is `pending`, a failure that has another cause is reported."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
@@ -276,7 +278,7 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     cause = cause or unknown
     by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in files.STOP_SIGNALS
     if stop and summary is None and (cause is unknown or by_stop):
-        message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
+        message = f"{signal.Signals(stop).name}: stopped before this run saved its next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
     elif cause.log is not None and not Path(cause.log).exists():  # the rank has not opened its log
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
@@ -294,7 +296,7 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
 
 
 def complete_summary(run_dir: Path, **facts: object) -> None:
-    """Add `facts`, known only to the launcher, to summary.json."""
+    """Add facts that only the launcher knows to summary.json, if the file exists."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
         with contextlib.suppress(OSError):  # the disk is full; the console has reported this
@@ -314,8 +316,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once,
-    which is necessary because the exit code can be read only until the parent has reaped the zombie."""
+    """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once.
+    This is necessary, because a zombie's exit code can be read only until the parent has reaped it."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size
@@ -368,7 +370,7 @@ def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _rank(child: psutil.Process) -> int | None:
-    """Return a worker's rank; None for an intermediate process, whose command includes that of the worker."""
+    """Return a worker's rank; None for another process, even if its arguments include a worker's command."""
     try:
         command = child.cmdline()
         module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
@@ -378,7 +380,7 @@ def _rank(child: psutil.Process) -> int | None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return a zombie's exit code, -N for signal N, from the last field of proc_pid_stat(5); else None."""
+    """Return a zombie's exit code, -N for signal N, from proc_pid_stat(5); None if it is not a zombie."""
     fields = process_stat(pid)
     if fields[:1] != ["Z"]:
         return None
@@ -405,7 +407,7 @@ def kill_tree(workers: Workers) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process is running. A zombie is not; an orphan may stay a zombie for seconds."""
+    """Return whether a process runs. A zombie does not count: an orphan may stay a zombie for seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,26 +1,26 @@
 """Implement a torchrun rendezvous that does not listen on all interfaces (handler `bert-dp-file`).
 
 torchrun's own backends (c10d, static, etcd) open a TCPStore that listens on all interfaces, even with
---standalone. On one node, there is only one agent, so a FileStore is enough to hold its keys. On
-several nodes, node 0's agent serves a TCPStore on a socket that the launcher has bound to one address. Only
-torchrun's process imports this module; the launcher does not.
+--standalone. On one node, there is only one agent, so a FileStore is enough. On several nodes, node 0's agent
+serves a TCPStore on a socket that the launcher has bound to one address. Only torchrun's process imports this
+module; the launcher does not.
 """
 
 import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents to connect; their launchers already have
+ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents to connect, once all launchers have
 
 
 def handler_factory() -> Callable[[Any], Any]:
-    """Return the function with which torchrun makes a rendezvous; torchrun calls this factory at start-up."""
+    """Return the function that creates rendezvous handlers. torchrun calls this factory at start-up."""
     from torch.distributed import FileStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     class StaticRendezvous(StaticTCPRendezvous):
-        """Rendezvous with a given store. `host`, `port`: the workers' MASTER_ADDR and MASTER_PORT."""
+        """Rendezvous handler with a given store. `host`, `port`: the workers' MASTER_ADDR and MASTER_PORT."""
 
         def __init__(self, store: Store, run_id: str, node: int, nodes: int, host: str, port: int):
             super().__init__(host, port, node, nodes, run_id, timeout=0)
@@ -34,7 +34,7 @@ def handler_factory() -> Callable[[Any], Any]:
             return self.master_port != 0  # on one node, workers use a separate file
 
     def make(params: RendezvousParameters) -> StaticRendezvous:
-        """Make a rendezvous. Its endpoint is a store file's path, or on several nodes a store's HOST:PORT."""
+        """Create a handler. The endpoint is a FileStore's path on one node, else a TCPStore's HOST:PORT."""
         nodes = params.get_as_int("nodes")
         if nodes is None:  # one node; port 0 is not used
             return StaticRendezvous(FileStore(params.endpoint, 1), params.run_id, 0, 1, "127.0.0.1", 0)

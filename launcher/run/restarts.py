@@ -47,10 +47,10 @@ def supervise(
     log: Callable[[str], None],
     sleep: Callable[[float], int] | None = None,
 ) -> processes.RunOutcome:
-    """Run and restart after failures, and return the last outcome. summary.json lists the restarts.
+    """Run the ranks, restart them after failures, and return the last outcome. List restarts in summary.json.
 
     A run is not restarted if it completed, had unusable input, or was stopping because of a signal to the
-    launcher. `sleep(seconds)` returns the stop signal received meanwhile, or 0.
+    launcher. `sleep(seconds)` waits and returns the stop signal received during the wait, or 0.
     """
     past: list[Restart] = []
     idle, resume = 0, options.resume
@@ -94,7 +94,7 @@ def supervise(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
-    """Return the step and mtime (ns) of the newest checkpoint, or (-1, 0). A repeated save changes mtime."""
+    """Return the step and mtime (ns) of the newest checkpoint, or (-1, 0). Saving again changes the mtime."""
     newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0
@@ -103,7 +103,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Return the largest number of ranks that divides the batch, not counting a killed rank or lost GPUs."""
+    """Return the largest number of ranks that divides the batch. Leave out a killed rank and lost GPUs. If
+    there is no such number, return `ranks`."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

@@ -1,7 +1,7 @@
 """Build the command and environment with which torchrun, accelerate or deepspeed starts this node's workers.
 
-Both are complete: the workers do not depend on accelerate's default configuration, on deepspeed's hostfile or
-on variables of an outer launcher.
+Nothing else is needed: the workers do not depend on accelerate's default configuration, on deepspeed's
+hostfile or on variables of an outer launcher.
 """
 
 import dataclasses
@@ -21,13 +21,14 @@ from launcher.run.nodes import Place
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # see rendezvous.py; torchrun's own backends listen on all interfaces
-# removed variables of an outer launcher: torchrun's defaults (PET_*), and those that some launchers keep
+# prefixes of variables of an outer launcher, which are removed. torchrun reads PET_* as defaults of its
+# options; not every launcher overwrites the other variables
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeStart:
-    """Parameters for starting one node's ranks in an attempt over several nodes."""
+    """Additional parameters for starting the ranks of one node of a multi-node run."""
 
     place: Place
     attempt: int
@@ -96,9 +97,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU starts N ranks on CPUs too (--cpu starts only one). Set in a file, it also accepts N = 1. The
-    port must be free, because accelerate otherwise selects a rendezvous that listens on all interfaces, so
-    it is port 1, on which no process listens.
+    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. In a file, N = 1 is also allowed. If
+    the port were in use, accelerate would select a rendezvous that listens on all interfaces. Therefore, the
+    port is 1, on which no process listens.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -147,17 +148,19 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
-    """Build the workers' environment. Workers exit when this process exits. On one node, they meet through a
-    file and use only loopback. On several nodes, they use the node's interface and write heartbeats locally.
+    """Build the workers' environment. It makes workers exit when this process exits.
+
+    On one node, workers rendezvous through a file and use only the loopback interface. On several nodes, they
+    use the node's interface and write heartbeats to its local disk.
 
     Every rank keeps its last collectives in memory (torch's flight recorder). The user's settings of the
     recorder take precedence. Desync debugging stays off, because it writes to the store at every collective.
     """
     cores, logs, node = len(os.sched_getaffinity(0)), run_dir / "logs", start.node
     environ = {
-        "TORCH_FR_BUFFER_SIZE": "2000",  # number of collectives
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives kept by each rank
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_ENABLE_TIMING": "1",  # without this, records omit which collectives a GPU has started
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise, records do not show which collectives a GPU has started
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
         "OMP_NUM_THREADS": str(max(1, cores // start.nproc)),
         **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},

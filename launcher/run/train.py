@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to continue"
 ALLOWED_FILES = (".*", "slurm-*.out", "lost+found")  # files that the directory of a new run may contain
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
-MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; the estimate's error cannot explain more
+MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; a larger ratio is not due to the estimate's error
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
@@ -132,7 +132,8 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
 
 
 def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -> int:
-    """Run this node's ranks for node 0; return the run's exit code. Raise ConfigError if it cannot start."""
+    """Start this node's ranks whenever node 0 requests it, and return the run's exit code. Raise ConfigError
+    if the run cannot start."""
     count, issues = 0, tuple[Issue, ...]()
     try:
         count = job.choose_ranks(nproc)
@@ -217,7 +218,7 @@ def run_locked(
     nodes: peers.Coordinator | None,
     console: Console,
 ) -> int:
-    """Run in the locked directory and return the exit code. Write no file before the last check passes."""
+    """Run in the locked directory and return the exit code. No file is written before all checks pass."""
     log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
@@ -238,7 +239,7 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    machine = {**job.machine.to_json(), "launcher": launcher}  # `launcher` identifies a run, see holds_run
+    machine = {**job.machine.to_json(), "launcher": launcher}  # `launcher` marks a run, see holds_run
     if nodes is not None:
         machine["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
     record.write_json(run_dir / "environment.json", machine)
@@ -343,8 +344,8 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def foreign_files(run_dir: Path) -> list[str]:
-    """List names in a directory that prevent a new run. ALLOWED_FILES, an empty `checkpoints` directory (for
-    example a separate disk) and a `logs` directory without logs of ranks do not prevent it."""
+    """List the names of files that prevent a new run in a directory. Allowed are ALLOWED_FILES, an empty
+    `checkpoints` directory (for example a mount point) and a `logs` directory without logs of ranks."""
 
     def is_harmless(path: Path) -> bool:
         if path.name == "checkpoints":
@@ -483,8 +484,8 @@ def check_memory(
 
 
 def expected_steps(config: Config) -> int | None:
-    """Return the number of optimizer steps of the whole run, including its batch ramp. None for a budget in
-    hours, dollars or kWh, or in epochs of data that is not built yet."""
+    """Return the number of optimizer steps of the whole run, including its batch ramp. Return None for a
+    budget in hours, dollars or kWh, or in epochs of data that is not built yet."""
     schedule = config.schedule
     if schedule.steps is not None:
         return schedule.steps
@@ -493,7 +494,7 @@ def expected_steps(config: Config) -> int | None:
     steps = tokens = 0
     while tokens < schedule.tokens:
         batch = batch_at(config.batch, tokens / schedule.tokens)
-        size = batch * config.data.sequence_length  # tokens per step, until the ramp's next quantum
+        size = batch * config.data.sequence_length  # tokens per step until the batch grows
         if batch == config.batch.global_size:
             return steps - (tokens - schedule.tokens) // size  # rounded up
         end = int(batch / config.batch.global_size * config.batch.ramp_fraction * schedule.tokens)
@@ -513,7 +514,7 @@ def describe(
     tokens = layout.global_size * sequence
     packed = not config.has_examples  # unpacked examples differ in length
     step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
-    ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
+    ramp = f", ramped up in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     model = [
         f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP per token",
@@ -533,7 +534,7 @@ def describe(
 
 
 def describe_length(config: Config, step_tokens: int | None) -> str:
-    """Describe the length of a run by its budget, and by the number of tokens if that is known.
+    """Format the length of a run: its budget and, if known, its number of tokens.
     `step_tokens`: number of tokens in a global batch; None if it varies from step to step."""
     schedule, steps = config.schedule, expected_steps(config)
     length = "" if steps is None else count_of(steps, "step")
@@ -595,6 +596,6 @@ def data_warnings(config: Config, manifest: Manifest | ExamplesManifest) -> list
         if passes > MAX_PASSES:
             lines.append(
                 f"the run makes {format_ratio(passes)} passes over its {manifest.train.tokens:,} training "
-                f"tokens; beyond {MAX_PASSES} passes, new text helps more"
+                f"tokens; beyond {MAX_PASSES} passes, new text helps more than further passes"
             )
     return lines

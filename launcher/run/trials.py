@@ -1,7 +1,7 @@
-"""Run many short runs (trials) in separate processes, as many at a time as there are slots.
+"""Run many short training runs (trials) in separate processes, one at a time in each slot.
 
-Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. If an earlier call
-finished a trial, its records are read and checked instead.
+Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. A trial that an
+earlier call finished is not repeated; its records are read and checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
 OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")  # failures that the settings do not cause
-KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals with an outside cause
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals from outside the run
 PARTS = ("data_wait_s", "forward_backward_s", "compute_before_reduction_s", "optimizer_s", "step_s", "host_s")
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # errors that read_repeat may raise
 
@@ -61,7 +61,7 @@ def read_summary(directory: Path) -> Summary | None:
 
 
 def heldout_losses(directory: Path) -> dict[int, float]:
-    """Read the held-out losses of a run: step -> nats."""
+    """Read the held-out losses of a run in nats, by step."""
     evaluations = files.read_lines(directory / "evals.jsonl")
     return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
 
@@ -91,7 +91,8 @@ def failure_kind(directory: Path) -> FailureKind:
 
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
-    """Read `steps` steps after the warm-up. Raise one of UNREADABLE if the records lack a step of a rank."""
+    """Read the records of a run of `warm_up` + `steps` steps; omit the warm-up. Raise one of UNREADABLE if a
+    rank has another number of steps or if a value is damaged."""
     parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
     memory, exposed = [], []
     for rank in range(ranks):
@@ -122,14 +123,14 @@ LOG_LINES = 10  # number of lines in metrics.jsonl of a timed run
 
 
 class Stopped(Exception):
-    """Stop signal `number` ended the trials."""
+    """Raised after stop signal `number` has ended the trials."""
 
     def __init__(self, number: int):
         self.number = number
 
 
 class TrialsFailed(Exception):
-    """The trials have no result; the message gives the reason."""
+    """Raised if the trials yield no result. The message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,15 +156,15 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Devices for one trial at a time: CPU cores, or GPUs as in CUDA_VISIBLE_DEVICES; None = all."""
+    """CPU cores or GPUs (as in CUDA_VISIBLE_DEVICES) for one trial at a time. None = all."""
 
     cores: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
 
 
 def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
-    """Divide the devices among at most `most` concurrent trials of `ranks` ranks. `gpus`: number of visible
-    GPUs, 0 = CPU ranks; `cores`: number of usable cores."""
+    """Divide the devices into at most `most` slots for trials of `ranks` ranks each. `gpus`: number of
+    visible GPUs; 0 = trials run on CPU cores. `cores`: number of usable cores."""
     count = max(1, min((gpus or cores) // ranks, most))
     if gpus:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -176,7 +177,7 @@ def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One run of `config` on `ranks` ranks in a separate directory."""
+    """One run of `config` on `ranks` ranks in its own directory."""
 
     directory: Path
     config: Config
@@ -216,8 +217,8 @@ def timed_config(
     noise_scale: bool = False,
     **sections: Any,
 ) -> Config:
-    """Return `config` for a short timed run with this batch, without batch ramp, checkpoints and evaluations.
-    Compile the model only if a whole run would. `sections`: further settings."""
+    """Derive the configuration of a short timed run with these batch sizes. It has no batch ramp, checkpoints
+    or evaluations, and compiles the model only if a full run would. `sections`: further settings."""
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
     changes: dict[str, Any] = {
@@ -237,8 +238,8 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial in an earlier call; None if the trial must be run. The earlier trial's
-    configuration must be equal except for the path of the data, whose hash `Output.begin_with` checks."""
+    """Return the outcome of this trial in an earlier call; None if the trial must be run. The configurations
+    must be equal except for the path of the data: `Output.begin_with` compares the data's hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -248,8 +249,8 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of a trial; None if it does not depend on the settings, because a signal or another
-    outside cause ended the run, or if the records are incomplete."""
+    """Return the outcome of a trial. Return None if its records are incomplete, or if a signal or another
+    cause that the settings do not influence ended it."""
     directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
@@ -272,7 +273,7 @@ def _outcome(trial: Trial) -> TrialOutcome | None:
 
 
 class Progress:
-    """Progress of a command's trials: the number of finished ones, and the time left at this call's pace."""
+    """Progress of a command's trials: the number of finished trials and the estimated time left."""
 
     def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
         """`expected`: relative duration of every planned trial, in any unit."""
@@ -280,12 +281,12 @@ class Progress:
         self._done, self._run, self._seconds = 0, 0.0, 0.0
 
     def skip(self, share: float) -> None:
-        """Count a trial that is skipped, or that an earlier call has run."""
+        """Count a trial, of relative duration `share`, that is skipped or was run by an earlier call."""
         self._done += 1
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
-        """Count a trial that this call has run, and log its result."""
+        """Count a trial that this call has run for `seconds`, and log `text`, its result."""
         self.skip(share)
         self._run += share
         self._seconds += seconds
@@ -307,8 +308,8 @@ class _Running:
 
 @contextlib.contextmanager
 def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
-    """Provide a Runner for the block, and record stop signals instead of acting on them. No child outlives
-    this process, even if it is killed. On exit, remove OUT/.scratch."""
+    """Provide a Runner for the block. Stop signals are recorded instead of ending this process. Children exit
+    with this process, even if it is killed. On exit, remove OUT/.scratch."""
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
@@ -320,7 +321,7 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
 
 @dataclasses.dataclass
 class Runner:
-    """Runner of trials, each in one of the slots."""
+    """Runner that runs each trial in a free slot."""
 
     out: Path
     slots: Sequence[Slot]
@@ -337,7 +338,7 @@ class Runner:
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         """Run trials; yield each trial with its outcome when it has finished.
 
-        Do not repeat trials that an earlier call finished. Request a trial only when a slot is free,
+        Do not repeat trials that an earlier call finished. Take the next trial only when a slot is free,
         because it may depend on earlier outcomes. Raise Stopped after a signal, once all trials have ended.
         """
         queue, free = iter(trials), list(self.slots)
@@ -388,7 +389,7 @@ class Runner:
         return outcome
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        """Return the JSON objects that a module prints; warn if it fails. Raise Stopped after a signal."""
+        """Return the JSON objects that a module prints. Warn if it fails. Raise Stopped after a signal."""
         hidden = {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with processes.confined(cores):
             process = children.start_module(
@@ -451,9 +452,9 @@ class Runner:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train with DIR/config.yaml on RANKS ranks, and return the exit code of `processes.run`."""
+    """Run one trial: train with DIR/config.yaml on RANKS ranks. Return the exit code of the run."""
     directory, ranks, options, *limit = arguments
-    for size in map(int, limit):  # so that an allocation fails before the kernel kills a process
+    for size in map(int, limit):  # with a limit, allocations fail before the kernel kills a process
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     config = load_config(Path(directory) / "config.yaml")
     start = RankStart(int(ranks), ["--resume", "never"], **json.loads(options))

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-STEP_LINE_S = 10.0  # seconds between step lines above a terminal's bar; without a bar, every line is shown
+STEP_LINE_S = 10.0  # time between step lines on a terminal; elsewhere, every line is shown
 LINE_CHARS = 1000
 MAX_LINES = 50  # lines of rank 0 shown per poll; the log has all lines
 ETA_LINES = 20  # logged steps used to extrapolate the remaining time
-QUIET_S = 30.0  # seconds without output before rank 0's activity is printed; a terminal's bar always shows it
+QUIET_S = 30.0  # after this time without output, rank 0's activity is printed; a progress bar always shows it
 ACTIVITIES = {
     "setup": "setting up",
     "compile": "compiling",
@@ -34,7 +34,7 @@ ACTIVITIES = {
     "save": "saving",
     "done": "finishing",
 }
-"""Phases of a heartbeat with their names on the console. The other phases are parts of a step."""
+"""Heartbeat phase -> description on the console. All other phases are parts of a training step."""
 
 
 class Display:
@@ -49,7 +49,7 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # the file is rewritten with each new line
+        self._evaluated = set(self._evals.lines()[0])  # skipped when the file is rewritten with a new line
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
         self._left_s: float | None = None  # remaining time as estimated at _line_s
@@ -77,7 +77,7 @@ class Display:
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show rank 0's output since the last call; on a terminal, at most one step per STEP_LINE_S."""
+        """Show rank 0's new output and its activity. On a terminal, show at most one step per STEP_LINE_S."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
         self._show_log()  # first, because rank 0 printed these lines before it logged the steps
@@ -87,7 +87,7 @@ class Display:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], json.loads(line)]
                 if replaced:
-                    continue  # written before the resume
+                    continue  # this line precedes the resume
                 now, hours = time.monotonic(), self._config.schedule.hours
                 self._left_s, self._line_s = eta_s(self._lines, hours), now
                 if self._bar is None or now - self._step_shown_s >= STEP_LINE_S:
@@ -100,7 +100,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show the activity in rank 0's heartbeat: on the bar, or as a line after QUIET_S without output."""
+        """Show rank 0's activity on the progress bar or, if there is none, after QUIET_S without output."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
@@ -144,7 +144,7 @@ class Display:
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
-        """Show rank 0's newest lines, at most MAX_LINES, until it crashes. The failure card has the stack."""
+        """Show the newest MAX_LINES lines of rank 0's log. Stop at a crash; the failure card shows it."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server may not respond
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # the failure card follows
@@ -178,7 +178,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left; "" if unknown or under a second, because saving and evaluation may follow."""
+    """Format the time left; "" if it is unknown or under 1 s, because saving and evaluation may follow."""
     return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 

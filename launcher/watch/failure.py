@@ -1,4 +1,4 @@
-"""Find the first cause of a failed run in the ranks' records, suggest fixes, and format the failure card.
+"""Find the first failure of a run in the ranks' records, explain it, and format the failure card.
 Functions that read kernel files accept `root`, the parent directory of proc/ and sys/.
 """
 
@@ -63,7 +63,7 @@ SPARE = 0.1  # share of memory left free because the estimate omits, e.g., buffe
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """Exit of a worker. `code`: exit code, -N for signal N; None if the parent already reaped the worker."""
+    """Exit of a worker. `code`: exit code, -N for signal N; None if unknown (its parent reaped it first)."""
 
     rank: int
     code: int | None
@@ -71,7 +71,7 @@ class RankExit:
 
 
 class RanksEnded(StoredModel):
-    """Exits and errors of the ranks of one node. Times are readings of CLOCK_MONOTONIC."""
+    """Exits and errors of the ranks of one node. Times are in ns of CLOCK_MONOTONIC."""
 
     code: int  # exit code of the starter (torchrun, accelerate or deepspeed)
     failed_ns: int | None  # time when the starter failed; None if it did not fail or bert-dp killed it
@@ -82,7 +82,7 @@ class RanksEnded(StoredModel):
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times from a clock that is `ahead_ns` ahead of the local one."""
+        """Convert the times to local time. `ahead_ns`: their clock's time minus the local clock's."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -105,8 +105,8 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Return the first failure of any rank (bad input before other errors) with its log, its consequences and
-    the ranks with the same error; None if no rank failed."""
+    """Return the first failure of any rank with its log, its consequences and the ranks with the same error;
+    None if no rank failed. Unusable input precedes other errors."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
     # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
@@ -141,7 +141,7 @@ def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
     """Return rank and exit code (None if unknown) of the first rank that failed without recording an error.
-    They are read from `silent`, else from the starter's report; deepspeed's report does not name the rank."""
+    An exit code that `silent` lacks is read from the starter's output; deepspeed's does not name the rank."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
@@ -174,7 +174,7 @@ def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the failures of the other ranks. Omit ranks that the starter stopped with SIGTERM."""
+    """Describe the failures of the other ranks. Omit exits with SIGTERM (sent by the starter) or code 1."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
@@ -183,7 +183,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Note in a failure that the run directory is not writable, which becomes the cause if none is known."""
+    """Add to a failure that the run directory is not writable. If no cause is known, this is the cause."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
@@ -208,7 +208,7 @@ def crash_stack(text: str) -> list[str]:
 
 
 def read_end(path: Path) -> str:
-    """Read the last TAIL_BYTES of a log, from the last restart on; "" if there is no log."""
+    """Read the end of a log: at most TAIL_BYTES, from the last restart on. Return "" if there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -258,9 +258,9 @@ def _explain_kill(
         reasons, fixes = explain_memory(run_dir, world_size, "", on_host=True, here=here)
         facts = {"message": f"{failure.message}: host out of memory", "kind": "host_memory"}
         return {**facts, "explanation": [f"{killed}; {peaked}", *reasons], "fix": fixes}
-    reason = "killed from outside the run: no out-of-memory kill was counted"
+    reason = "killed from outside the run (the kernel counted no out-of-memory kill)"
     if memory.oom_kills is None:
-        reason = "killed from outside the run or by the kernel for lack of memory (no oom_kill counter)"
+        reason = "killed from outside the run or by the kernel for lack of memory (oom_kill is unreadable)"
     fix = "find out who sent the signal: the batch system, the container or an administrator; see `dmesg`"
     return {"explanation": [f"{reason}; {peaked}"], "fix": [fix]}
 
@@ -276,7 +276,7 @@ def explain_memory(
         return [], []
     machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
     if on_host and config.run.device != "cpu" and machine.gpus:
-        return [], ["use fewer ranks or more host memory (it holds the data and a copy of each checkpoint)"]
+        return [], ["use fewer ranks or more host memory, which holds the data and a copy of each checkpoint"]
     reasons: list[str] = []
     if on_host:
         total = machine.memory_limit_gib or machine.memory_gib
@@ -298,10 +298,10 @@ def explain_memory(
 def suggest_micro_batch(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return two texts: the memory estimate per rank, and the setting of the largest micro batch that fits.
+    """Return two texts: the memory estimate per rank, and a fix, the next smaller micro batch that fits.
 
-    A micro batch fits if its estimate is 10 % (SPARE) below both `capacity_gib` and the current estimate,
-    because a run may fail although its estimate is below the capacity.
+    A micro batch fits if its estimate is at least 10 % (SPARE) below both `capacity_gib` and the estimate of
+    the current micro batch, because a run may fail although its estimate is below the capacity.
     """
 
     def needs(of: Config) -> float:
@@ -324,7 +324,7 @@ def suggest_micro_batch(
                 kept = f"global batch {format_count(batch.global_size)} unchanged"
                 return words, f"batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
     return words, (
-        "by the estimate, no smaller micro batch fits; try parallel.activation_checkpointing=true, "
+        "no smaller micro batch fits, according to the estimate; try parallel.activation_checkpointing=true, "
         "parallel.engine=zero1 or fsdp, more ranks, or a smaller model"
     )
 
@@ -350,7 +350,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
 
 
 class MemoryWatch:
-    """Peak resident memory of each rank, sampled about once a second."""
+    """Peak resident memory of each rank, sampled once a second, and the number of out-of-memory kills."""
 
     def __init__(self, root: Path = ROOT):
         self._root, self._next_s = root, 0.0
@@ -379,8 +379,8 @@ class MemoryWatch:
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
-    """Read the number of out-of-memory kills so far and the path of the counter. The control group's counter
-    (v2 or v1), which covers all its limits, precedes the machine's. None if no counter is readable."""
+    """Return the number of out-of-memory kills so far and the path of the counter; None if none is readable.
+    The control group's counter (v2 or v1) covers all its limits and is preferred to the machine's."""
     counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))

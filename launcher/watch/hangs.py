@@ -1,5 +1,5 @@
 """Detect hangs from the ranks' heartbeats, find the ranks that block the others, and end a run that stays
-hung. The evidence against a rank is its process state, its stack and its recent collectives."""
+hung. The evidence is each rank's process state, stack and recent collectives."""
 
 import collections
 import contextlib
@@ -22,24 +22,24 @@ from bert_dp.files.models import Failure
 from launcher.machine.environment import process_stat, read_text
 
 LOOK_EVERY_S = 1.0
-UNWATCHED_S = 5.0  # longest time counted between two polls, because this process may have been stopped
+UNWATCHED_S = 5.0  # maximum time counted between two polls; a longer gap means that this process was stopped
 ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
-REPORT_AT = 0.8  # share of the limit after which evidence is collected, so that the report meets the limit
+REPORT_AT = 0.8  # evidence is collected at this share of the limit, so that the report is in time
 PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without progress
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Heartbeat()  # heartbeat of a rank that has not started
-UNHEARD_S = 3.0  # tolerated gap between heartbeats, which come about once a second, later on a busy machine
+UNHEARD_S = 3.0  # tolerated gap between heartbeats; one comes every second, or later on a busy machine
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# (file, function) -> (certainty, operation); 2: the function only waits, 1: it may also be computing
+# (file, function) -> (certainty, operation). Certainty 2: the function only waits, 1: it may also compute
 WAITS = {
     ("bert_dp/training/distributed.py", "wait"): (2, "an exchange of host values"),
     **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
     ("cuda/__init__.py", "synchronize"): (1, "a synchronization with the device"),
 }
-# files of torch.compile, which also runs during a step: finetuning compiles each new padded length
+# files of torch.compile; it also compiles during steps, because finetuning has several padded lengths
 COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/async_compile.py",
@@ -47,7 +47,7 @@ COMPILES = (
     "torch/_inductor/cpp_builder.py",
 )
 BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # their sizes may differ between ranks
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # sizes may differ between ranks
 
 Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
@@ -86,7 +86,7 @@ class RankSnapshot:
 
     @property
     def where(self) -> Frame | None:
-        """Return the innermost frame in the code of bert-dp or the user, else of any code."""
+        """Return the innermost frame in bert-dp's or the user's code, else the innermost frame."""
         own = (frame for frame in self.stack if is_own_code(frame.path))
         return next(own, self.stack[0] if self.stack else None)
 
@@ -95,7 +95,7 @@ class RankSnapshot:
         return PHASES[self.heartbeat.phase]
 
     def position(self) -> str:
-        """Describe the rank's position: step, phase and number of micro batches done."""
+        """Describe the rank's position in the run: step, phase and number of micro batches done."""
         if self.phase in ("setup", "compile"):
             return f"in phase {self.phase}"
         done = f", micro batches done: {self.heartbeat.done}" if self.phase in IN_STEP else ""
@@ -108,7 +108,7 @@ class HangDiagnosis(NamedTuple):
 
 
 class OtherNodes(Protocol):
-    """Interface to the launchers of the other nodes (peers.Coordinator)."""
+    """Interface to the launchers of the other nodes, which peers.Coordinator implements."""
 
     def unheard_s(self) -> float: ...
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]: ...
@@ -120,8 +120,9 @@ class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
-    rank, are silent for max(hang_after_s, 3 median steps). The limit is at least PATIENT_S while a rank's
-    stack shows compilation and, if all ranks are silent, while one is in a PATIENT phase or no step is done.
+    rank, are silent for hang_after_s and for 3 median steps. The limit is at least PATIENT_S while a rank's
+    stack shows compilation. If all ranks are silent, it is also at least PATIENT_S while one of them is in a
+    PATIENT phase, and until the first step is done.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
@@ -131,7 +132,7 @@ class Watch:
         self._ranks: dict[int, RankSnapshot] = {}  # as of the last poll, without stacks and collectives
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
-        self.hang: Failure | None = None  # the reported hang; None once the run continues
+        self.hang: Failure | None = None  # the reported hang; None if the run has continued
         self.ends = False  # True if the run must be killed because of the hang
         self.heartbeats: Path | None = None  # directory of the heartbeats; None = RUN/heartbeats
         self.others: OtherNodes | None = None  # launchers of the other nodes
@@ -259,7 +260,7 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Collect stacks and collectives of this node's ranks; empty if a rank takes longer than ANSWER_S."""
+    """Return (stack, collectives) of each rank of this node; empty if the rank takes longer than ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would kill a starting rank
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -298,7 +299,7 @@ def parse_stack(text: str) -> tuple[Frame, ...]:
 
 def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
     """Return (certainty, operation) of the wait that a stack shows. Certainty 2: the rank only waits; 1: it
-    may also be computing; 0 with "": the stack shows no wait."""
+    may also be computing; 0, with operation "": the stack shows no wait."""
     for frame in stack:
         for (path, function), answer in WAITS.items():
             if frame.path.endswith(path) and frame.function == function:
@@ -310,7 +311,7 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
 
 
 def compiles(stack: Sequence[Frame]) -> bool:
-    """Return True if torch.compile is compiling, not only running compiled code."""
+    """Return True if torch.compile is compiling. Running compiled code does not count."""
     return any(frame.path.endswith(COMPILES) for frame in stack)
 
 
@@ -318,7 +319,8 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     """Find the ranks that block the others. Evidence in order of reliability: a stopped process, a frozen
     process, collectives not started, the position in the step, stacks.
 
-    A rank runs ahead of its GPU: its position counts queued work, its collectives show started work.
+    A rank runs ahead of its GPU. Therefore, its position includes queued work, whereas the states of its
+    collectives show which ones the GPU has started.
     """
     if stopped := [s for s in snapshots if s.stopped]:
         return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT resumes the process")
@@ -358,7 +360,7 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
 
     `recorded`: rank -> recent collectives. `on_gpu`: count only collectives that the GPUs have started, not
     queued ones. A rank that is behind because it waits in another group (tensor parallelism) is named only if
-    every rank that is behind waits. None if the records are empty or show no difference.
+    every rank that is behind waits. Return None if the records are empty or show no difference.
     """
     if on_gpu:
         recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
@@ -378,7 +380,7 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
         ahead = [rank for rank in last if last[rank] == newest]
         if len(ahead) < len(last):
             waiting.update(ahead)
-            what = f"{_name(ranks[ahead[0]][newest])}{where}, in which {_list(ahead, 'wait')}"
+            what = f"{_name(ranks[ahead[0]][newest])}{where}, whereas {_list(ahead, 'wait')} in it"
             missing.update({rank: what for rank in last if last[rank] < newest})
     if culprits := [rank for rank in missing if rank not in waiting]:
         have = "have" if len(culprits) > 1 else "has"
@@ -406,7 +408,7 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagn
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """Format what all ranks must have in common: a collective's operation and, unless UNEVEN, its sizes."""
+    """Format what must be equal on all ranks of a collective: the operation and, unless UNEVEN, its sizes."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"

@@ -57,7 +57,11 @@ def test_one_command_at_a_time_gets_the_newest_checkpoint(
         wait_for(lambda: "start 6" in ran.read_text())
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()  # kills the command
     failed, missing, stopped = warnings
-    assert failed.startswith("warning: --after-save failed for step-00000004: exited with code 1; see ")
+    assert failed.startswith(
+        "warning: the --after-save command failed for step-00000004: exited with code 1; see "
+    )
     assert (tmp_path / LOG).read_text() == "disk full\n"
     assert "/nowhere/program" in missing
-    assert stopped.startswith("warning: --after-save failed for step-00000006: killed by signal 9")
+    assert stopped.startswith(
+        "warning: the --after-save command failed for step-00000006: killed by signal 9"
+    )

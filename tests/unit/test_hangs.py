@@ -178,7 +178,7 @@ MUTUAL = {
         (
             {0: SAME, 1: SAME[:1], 2: SAME},
             (1,),
-            "has not started broadcast of [[8]], in which ranks 0, 2 wait",
+            "has not started broadcast of [[8]], whereas ranks 0, 2 wait in it",
         ),
         (
             {0: started(SUM), 1: started(COPY)},
@@ -207,7 +207,7 @@ def test_a_rank_is_named_if_only_its_gpu_is_behind() -> None:
     assert compare_collectives({0: ahead, 1: behind}) is None
     snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
     diagnosis = find_culprit(snapshots)  # takes precedence over the place in the step, where rank 0 is behind
-    reason = "has not started all_reduce of [[8]] on its GPU, in which rank 0 waits"
+    reason = "has not started all_reduce of [[8]] on its GPU, whereas rank 0 waits in it"
     assert diagnosis == hangs.HangDiagnosis((1,), reason)
     assert "rank 1 in step 4 (phase step, micro batches done: 2)" in hangs.report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]

@@ -26,7 +26,7 @@ from tests.states import FACTS
 UNKNOWN = Failure(message="torchrun: exited with code 1 without a summary")
 RAISED = Failure(rank=1, message="ValueError: no", where="a.py:1")
 LR = {"setting": "optim.lr", "kind": "out_of_range", "message": "no"}
-STOPPED = "SIGTERM: stopped before this run's next checkpoint"
+STOPPED = "SIGTERM: stopped before this run saved its next checkpoint"
 
 
 def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunOutcome, dict]:
