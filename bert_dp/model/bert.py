@@ -358,8 +358,8 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the blocks, the embeddings and the head. Because each is compiled separately, all blocks share
-        one graph, and DDP gets gradients block by block, so that reductions overlap the backward pass."""
+        """Return the blocks, the embeddings and the head. Because each is compiled separately, all blocks
+        share one graph, and DDP gets gradients block by block and can overlap reductions with backward."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:

@@ -42,7 +42,7 @@ class HostCollectives:
         return torch.stack(parts)
 
     def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an elementwise maximum over ranks. The returned function waits for the result and returns it."""
+        """Start an elementwise maximum over ranks. The returned function awaits and returns the result."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine.tolist
