@@ -318,8 +318,8 @@ class Encoder(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. Before
-    these, it applies the encoder's `final_norm`, in the same graph and to the predicted positions only."""
+    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. It first
+    applies the encoder's `final_norm`, in the same graph and to the predicted positions only."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
@@ -358,8 +358,8 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """Return the blocks, the embeddings and the head. As separate parts, all blocks share one graph, and
-        DDP receives gradients block by block, so it can overlap reductions with the backward pass."""
+        """Return the blocks, the embeddings and the head. Because each is compiled separately, all blocks
+        share one graph, and DDP gets gradients block by block and can overlap reductions with backward."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from bert_dp.model.classifier import HEAD_SITE
 from bert_dp.model.interface import Model
 from bert_dp.model.kernels import KeyedDropout, fold_in
 
-EMBEDDING_BOUND = 0.25  # bound for a variance similar to word2vec's (arXiv 1408.5882)
+EMBEDDING_BOUND = 0.25  # gives about the variance of word2vec's vectors (arXiv 1408.5882)
 
 
 class BiLstm(Model):

@@ -16,8 +16,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def fits(length: int, head_size: int) -> bool:
-    """Return whether `packed_attention` supports these sizes. They are limited, because one Triton program
-    computes all scores of a head."""
+    """Return whether `packed_attention` supports a sequence length and a head size. Both are limited, because
+    one Triton program computes all scores of a head."""
     return length <= 128 and head_size in (16, 32, 64)
 
 

@@ -1,4 +1,4 @@
-"""Map tensor names of transformers to bert-dp's, and load initial weights from files of transformers.
+"""Map transformers' tensor names to bert-dp's, and load initial weights that transformers has saved.
 
 ModernBERT has the same names as bert-dp. The names of BERT, RoBERTa and RobertaPreLayerNorm differ from each
 other only in the prefix, the head and the positions of the norms. Axes: those of bert_dp.model.bert.
@@ -104,7 +104,7 @@ def from_bert(
     tensors: Mapping[str, Tensor], config: Config, family: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the parameters of BERT, RoBERTa or RobertaPreLayerNorm under bert-dp's names, and the names of
-    tensors that are not loaded. Raise ConfigError if a tensor is missing or not part of the class."""
+    tensors that are not loaded. Raise ConfigError if a tensor is missing or unknown."""
     left = {
         name.removeprefix(PREFIXES[family]).replace(".gamma", ".weight").replace(".beta", ".bias"): tensor
         for name, tensor in tensors.items()

@@ -30,5 +30,5 @@ class Model(nn.Module):
         return False
 
     def is_pretrained(self, name: str) -> bool:
-        """Return whether run.init_from provides a tensor. Other tensors keep their seeded initial values."""
+        """Return whether to load a tensor from run.init_from. Others keep their seeded initial values."""
         return True

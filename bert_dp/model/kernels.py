@@ -94,22 +94,22 @@ def add_row_gradients(
     grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None = None
 ) -> Tensor:
     """Add the gradients of the looked-up rows to grad_VH in place. `foreign_BS`: True for positions to
-    ignore; their ids may be any row numbers."""
+    ignore, whose ids can be any valid row numbers."""
     add = add_dense if grad_VH.device.type == "cuda" else add_by_index
     return add(grad_VH, ids_BS, grad_BSH, foreign_BS)
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add position by position, which is fastest on a CPU. On a GPU, a single warp would add all positions of
-    a row."""
+    """Add the gradients position by position, which is fastest on a CPU. On a GPU, a single warp would add
+    all positions of a row."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add with the backward kernel of nn.Embedding. It sums the positions of a row in parallel, in fp32 for
-    16-bit gradients. Positions in `foreign_BS` are assigned to an extra row, which the kernel skips."""
+    """Add the gradients with the backward kernel of nn.Embedding. It sums the positions of a row in parallel,
+    in fp32 for 16-bit gradients. Positions in `foreign_BS` get the id of an extra row, which is skipped."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)
@@ -132,15 +132,15 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
-    """Derive the int32 keys of a dropout site from `key`. The two are broadcast together. `site`: an int, or
-    an int32 tensor on the same device."""
+    """Derive the int32 keys of a dropout site from `key`. `site`: an int, or an int32 tensor that is on the
+    same device as `key` and is broadcast with it."""
     if isinstance(site, int):  # filled on the device, because copying a number would block the host
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))
 
 
 def dropped(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
-    """Return bool [*key.shape, rows, columns], True for elements to drop (probability p). `key`: int32."""
+    """Return a mask [*key.shape, rows, columns]: True for elements to drop (probability p). `key`: int32."""
     row_R1 = torch.arange(rows, dtype=torch.int32, device=key.device)[:, None] * ROW
     column_C = torch.arange(columns, dtype=torch.int32, device=key.device)
     return (mix32(key[..., None, None] ^ (row_R1 + column_C)) & 0x7FFFFFFF) < int(p * 2**31)

@@ -57,7 +57,7 @@ def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
 
 
 def load_checkpoint(path: Path) -> LoadedCheckpoint:
-    """Load the model and tokenizer of a verified checkpoint. Raise ConfigError if either is unusable."""
+    """Load a checkpoint that was verified before. Raise ConfigError if its model or tokenizer is unusable."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     if config.task is not None:
@@ -99,7 +99,7 @@ def is_compiled(config: Config, device: str) -> bool:
     """Return whether to compile the model. `auto` compiles on a GPU, except with DeepSpeed stage 3."""
     if config.compile != "auto":
         return config.compile == "on"
-    # in stage 3, DeepSpeed's hooks on every module make torch recompile until it reaches its limit
+    # in stage 3, DeepSpeed's hooks on every module make torch recompile until it reaches its recompile limit
     is_hooked = config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3
     return device == "cuda" and not is_hooked
 
@@ -111,14 +111,14 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. The function is outside torch, because Dynamo
-    skips torch's frames and all calls in them. As a method of a block, it lets all blocks share a graph."""
+    """Run a block, and recompute it in the backward pass. torch's own wrapper is unsuitable, because Dynamo
+    skips torch's frames and all calls in them. Bound as a method, this one lets all blocks share a graph."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
     """Compile the parts of the model in place, which keeps the parameter names."""
-    # if enabled, Dynamo splits every graph at DDP's buckets, which DDP's hooks do not require
+    # Dynamo would split every graph at DDP's buckets, although DDP's hooks do not require that
     torch._dynamo.config.optimize_ddp = False
     # finetuning needs 16 graphs per length: with and without padding, in training and in evaluation, for the
     # first and for other blocks (which can differ), and for global and local attention
@@ -133,9 +133,9 @@ def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
     """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
-    those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are loaded instead,
-    and the optimizer state if run.init_keeps is `moments`. Collective. Raise ConfigError if a loaded tensor
-    does not fit the model."""
+    those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are loaded instead.
+    If run.init_keeps is `moments`, so is the optimizer state. Collective. Raise ConfigError if a loaded
+    tensor does not fit the model."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:

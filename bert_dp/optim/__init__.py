@@ -46,8 +46,8 @@ def make_optimizer(
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
     """Wrap the `step` of a user's optimizer. The wrapper clips gradients and skips steps, which costs a host
-    sync; an `Optimizer` and torch's fused optimizers do both themselves. The first step raises ConfigError
-    if a checkpoint cannot store the optimizer's state."""
+    sync. Subclasses of `Optimizer` and torch's fused optimizers do both themselves. The first step raises
+    ConfigError if a checkpoint cannot store the optimizer's state."""
     step, clips = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_checked = False

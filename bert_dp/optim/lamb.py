@@ -23,8 +23,8 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 class Lamb(Optimizer):
     """LAMB with Adam's state: step, exp_avg and exp_avg_sq. `step()` overwrites .grad with the update. With
-    `compiled`, `moments` and `descend` are fused kernels, which take 7 (as many as AdamW) and 3 memory
-    passes. The norms of whole tensors are computed between the two."""
+    `compiled`, `moments` is a fused kernel with 7 memory passes (as many as AdamW), and `descend` is one with
+    3. The norms of whole tensors are computed between the two."""
 
     def __init__(
         self,

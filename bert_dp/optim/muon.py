@@ -46,7 +46,7 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
         momentum=config.momentum,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        # bf16 as in the original, if the model also computes in bf16, and only on a GPU, where it is faster
+        # use bf16, as the original does, if the model also computes in bf16 on a GPU, where it is faster
         multiply_in=torch.bfloat16 if precision == "bf16" and on_gpu else None,
     )
 

@@ -32,14 +32,14 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # accelerate does not read srun's and mpirun's variables, and would itself set the number of threads
+        # accelerate does not read srun's and mpirun's variables, and would change the number of threads
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         # without bucket_mib, accelerate passes no size to torch, whose default has a first bucket of 1 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",
-            device_placement=False,  # the model is on its device; a move would rebuild the parameter groups
+            device_placement=False,  # already on the device; a move would rebuild the parameter groups
             mixed_precision="no",
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # overrides the environment

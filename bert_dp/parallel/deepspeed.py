@@ -160,7 +160,7 @@ class Engine:
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed, whose defaults apply to all other keys."""
+    """Return the configuration passed to DeepSpeed. Its own defaults apply to keys that are absent."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
         "gradient_accumulation_steps": 1,  # the loop accumulates, because a batch ramp changes this number

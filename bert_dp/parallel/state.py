@@ -26,7 +26,7 @@ def read_state(
 ) -> State | None:
     """Copy the canonical state to the host. Collective if `unshard` is. A rank without `keep` takes part, but
     copies nothing and returns None. `parameters`: the tensors that the optimizer updates, by name. They share
-    memory with the model's. A tied tensor has one optimizer state, under its first name."""
+    memory with the model's parameters. A tied tensor has one optimizer state, under its first name."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     tensors = {**model.state_dict(), **parameters}
     weights = ((name, unshard(name, tensor)) for name, tensor in tensors.items())
@@ -81,5 +81,5 @@ def write_state(
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copy `items` to the host if `keep`. Even without it, evaluate all items: this may be collective."""
+    """Copy `items` to the host. Without `keep`, only iterate over them, as this may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

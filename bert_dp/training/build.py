@@ -235,7 +235,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """Add to environment.json the facts that only a rank knows. Does nothing on ranks other than 0."""
+    """Add rank 0's device, library versions and settings to environment.json. Other ranks do nothing."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"

@@ -52,7 +52,7 @@ class TrainState:
     elapsed_s: float = 0.0
     """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Skipped steps up to the last log line or save. The meter has the current count, on the device."""
+    """Skipped steps up to the last log line or save. `Meter.skipped` is the current count, on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     """Previous logged losses, with which the next one is compared."""
@@ -210,7 +210,7 @@ def check(path: Path) -> str | None:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint (None if there is none), and a problem of each newer checkpoint."""
+    """Return the newest valid checkpoint or None, and the first problem of each newer, invalid one."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         if (problem := check(path)) is None:
@@ -295,7 +295,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Schedule of checkpoints. All ranks must pass equal values, so that they make equal decisions.
+    """Schedule of checkpoints. All ranks must pass equal arguments, so that they make equal decisions.
     `elapsed_s`: seconds on the shared clock when the newest checkpoint was saved."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):

@@ -80,7 +80,7 @@ class Placement:
     """Cores and threads assigned by `set_affinity`."""
 
     shares: tuple[Cores, ...]
-    """Cores of each rank on this node, or only of this rank. A rank with an empty share is not bound."""
+    """Cores of each rank on this node, or only of this rank if the user has bound it. () = not bound."""
     threads: int
     """Number of threads of this rank: one per core, but at most OMP_NUM_THREADS."""
 
@@ -105,10 +105,10 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of the cores that it may use. If there
-    are fewer cores than ranks, no rank is bound. If a rank may use fewer cores than its parent process, the
-    user has bound it (srun, numactl), and it keeps these cores. `gpus`: PCI address of each local rank's GPU;
-    empty for CPU ranks. `root`: directory that contains sys/."""
+    """Bind this process to its share of the cores near its GPU or, for a CPU rank, of all allowed cores (see
+    `core_shares`). If a rank may use fewer cores than its parent process, the user has bound it (srun,
+    numactl), and it keeps these cores. `gpus`: PCI address of each local rank's GPU; empty for CPU ranks.
+    `root`: directory that contains sys/."""
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
         shares: tuple[Cores, ...] = (tuple(sorted(allowed)),)
@@ -133,7 +133,8 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
     """Return the cores of each rank. `nodes`: allowed cores by NUMA node. `wanted`: each rank's node; None =
     any. Ranks that want the same node get equal shares of its cores, so that none is slower. If it has fewer
-    cores than ranks, each rank gets all of them; for None, each gets (), which means no binding."""
+    cores than such ranks, each gets all of them. Ranks without a node get equal shares of all cores or, if
+    there are fewer cores than such ranks, (), which means no binding."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -292,7 +293,7 @@ def inference_precision(setting: str, device: torch.device) -> Precision:
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """Allow TF32 for fp32 matrix products on a GPU, unless the run's precision is fp32: the MFU of an fp32
-    run is relative to the device's fp32 peak."""
+    """Allow TF32 for fp32 matrix products on a GPU, unless the run's precision is fp32, because the MFU of
+    an fp32 run is relative to the device's fp32 peak."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

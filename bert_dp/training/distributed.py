@@ -42,7 +42,7 @@ class HostCollectives:
         return torch.stack(parts)
 
     def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an elementwise maximum over ranks. The returned function waits for the result."""
+        """Start an elementwise maximum over ranks. The returned function awaits and returns the result."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine.tolist
@@ -181,7 +181,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Request to stop the run. After a signal, a checkpoint is saved first. A failure takes precedence."""
+    """Request to stop the run. After a signal, a checkpoint is saved first. A failure overrides a signal."""
 
     signal: int = 0
     failed: bool = False
@@ -222,15 +222,15 @@ class SharedClock:
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the share of the budget that is spent at `elapsed_s`. Without `spending` and on ranks other
-        than 0, return `elapsed_s` itself."""
+        """Return the share of the budget that is spent at `elapsed_s`. Without `spending`, or on a rank
+        other than 0, return `elapsed_s` itself."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds for a checkpoint; without `spending`, at least those that the last
-        exchange returned. It may have predicted a longer step, and a resumed run must not lose progress."""
+        """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least those of
+        the last exchange, which may have predicted a longer step: a resumed run must not lose progress."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
@@ -253,7 +253,7 @@ class SharedClock:
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
         """Return whether a budget in dollars or kWh allows an evaluation or a save without using its reserve.
-        `spending` has the expected duration. True for other budgets. Collective."""
+        `pause`: field of `spending` with the expected seconds. True for other budgets. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)

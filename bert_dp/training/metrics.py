@@ -109,8 +109,8 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Measurements for the next log line and, in `totals` (seconds), for the summary, without the dry run.
-    `tokens_per_sample`: mean, without padding. `skipped`: steps skipped before the run was resumed."""
+    """Measurements for the next log line and, in `totals` (seconds), for the summary. They exclude the dry
+    run. `tokens_per_sample`: mean, without padding. `skipped`: steps skipped before the run was resumed."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Meter:
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
         self.compute_before_reduction_s = [0.0] * layout.world_size
-        """Compute time of each rank before the reductions in seconds, summed over all measured steps."""
+        """Each rank's compute time before a step's reductions, in seconds, summed over all measured steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
         self._row = torch.zeros_like(self.skipped)
@@ -262,7 +262,7 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reduction that backward did not hide in the step that DDP timed last, or None."""
+    """Return the seconds of reduction that backward did not hide in the last step that DDP timed, or None."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
@@ -315,7 +315,7 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
     """Return the reason to fail if all steps were skipped or the budget allowed no step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
-        return f"schedule.{unit} is spent on set-up and the final reserve before the first step; raise it"
+        return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
     if not step or skipped < step:
         return None
     return (

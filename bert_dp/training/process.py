@@ -29,7 +29,8 @@ GC_THRESHOLD = 100_000  # new objects; each block recomputed in backward leaves 
 
 
 class RunFailed(RuntimeError):
-    """Error raised after all ranks have stopped the run together. The message gives the cause."""
+    """Error that is printed without a traceback, because its message gives the cause. In training, rank 0
+    raises it after all ranks have stopped together."""
 
     def __init__(self, cause: str, failure_kind: FailureKind = "error"):
         super().__init__(cause)
@@ -70,7 +71,7 @@ class TolerantFile(io.FileIO):
     """Raw output file that counts failed writes and discards them."""
 
     failed_writes = 0
-    """Failed writes of this process's log, for summary.json."""
+    """Number of failed writes to this process's log, for summary.json."""
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
@@ -186,8 +187,8 @@ class HeartbeatWriter:
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Enter a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases in
-        files.IN_STEP alternate within a step and do not reset the count of completed units of work."""
+        """Enter a phase (of files.PHASES) in optimizer step `step` (None = unchanged). Reset the count of
+        completed units of work, except between the phases of one step (files.IN_STEP)."""
         slots = self._slots
         if step is not None:
             slots[STEP] = step

@@ -27,8 +27,8 @@ class StepTrace:
         self.failed_writes = 0
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Start or stop recording as planned after step `step`. With `at_end`, stop in any case. Step times
-        exclude this pause. Collective."""
+        """Start or stop recording if the plan requires it. `step`: last completed step. `at_end`: stop in any
+        case. Step times exclude this pause. Collective."""
         plan = self._plan
         if plan is None:
             return

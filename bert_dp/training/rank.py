@@ -35,7 +35,7 @@ EXIT_WAIT_S = 60.0  # maximum wait for the exit of a killed process, which a fil
 
 
 def run_process() -> None:
-    """Run one rank as this process; exit with its code."""
+    """Run one rank in this process; exit with its code."""
     code = main(standalone=files.LAUNCHER_PID not in os.environ)
     if code:  # skip the shutdown of the process group, because peers may have exited
         sys.stdout.flush()
@@ -81,7 +81,7 @@ def record_error(rank: int, error: BaseException) -> None:
             files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
-    elif isinstance(error, process.RunFailed):  # the ranks agreed to stop, so a traceback would not help
+    elif isinstance(error, process.RunFailed):  # the message gives the cause, so a traceback would not help
         text = f"error: {error}\n"
     else:
         text = "".join(traceback.format_exception(error))
@@ -100,7 +100,7 @@ def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failu
         kind=kind_of_error(error),
         message=text if agreed else f"{name}: {text}" if text else name,
         rank=rank,
-        time_ns=time.monotonic_ns(),  # since boot: the same for all processes, and never adjusted
+        time_ns=time.monotonic_ns(),  # time since boot: one clock for all processes, never adjusted
         error_type=name,
         where=f"{frame.filename}:{frame.lineno}" if frame else None,
         source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
@@ -114,9 +114,9 @@ def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failu
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="Run one rank.")
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
-    parser.add_argument("--run-dir", type=Path, help="run directory; default: the directory of config")
+    parser.add_argument("--run-dir", type=Path, help="run directory; default: the one that contains config")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run the files in task and optim.name")
+    parser.add_argument("--allow-code", action="store_true", help="run code given by task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 = 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
@@ -134,7 +134,7 @@ def run(
     standalone: bool,
 ) -> None:
     """Run one rank, from loading its configuration to writing its summary. Raises ConfigError for bad input.
-    If all ranks have stopped the run together, rank 0 raises RunFailed and the other ranks return. After an
+    If all ranks have agreed that the run failed, rank 0 raises RunFailed and the others return. After an
     error, the process group stays open until the process exits, so that no other rank reports closed
     connections before this rank reports the error."""
     started = time.monotonic()
@@ -177,7 +177,7 @@ def run(
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
 
     def report(progress: int) -> None:
-        """Write the rank's recent collectives. `progress`: the current progress count of its heartbeat."""
+        """Write logs/rank-N.collectives.json. `progress`: the current progress count of the heartbeat."""
         facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
         files.write_json(run_dir / "logs" / f"rank-{world.rank}.collectives.json", facts)
 
