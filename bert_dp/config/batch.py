@@ -117,7 +117,7 @@ def peak_lr(config: Config) -> PeakLr:
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5
-        rule = f"{UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; warm up over 3,125 steps)"
+        rule = f"{UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; assumes 3,125 warm-up steps)"
         return PeakLr(value, f"{value:.4g} = {rule}")
     if optim.lr_scaling == "none" or optim.lr_batch is None:
         return PeakLr(optim.lr, f"{optim.lr:g} as given, for global batch {batch}")

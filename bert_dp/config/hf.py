@@ -107,6 +107,10 @@ def hf_directory(init_from: str | None) -> Path | None:
 
 def read_hf(directory: Path) -> HfEncoder:
     """Read config.json in `directory`. Raises ConfigError if it is damaged or the model is unsupported."""
+    if not directory.is_dir():
+        download = f"hf:DIR is a local directory; download one with `hf download {directory} --local-dir DIR`"
+        message = f"{directory} is not a directory"
+        raise ConfigError([Issue("run.init_from", "not_found", message, str(directory), hint=download)])
     with refusing("run.init_from", str(directory / "config.json")):
         settings = json.loads(read_regular(directory / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(settings, dict):
@@ -115,7 +119,8 @@ def read_hf(directory: Path) -> HfEncoder:
     if family not in FAMILIES:
         reason = "its embedding norm cannot be recovered" if family == "eurobert" else "not supported"
         message = f"{directory}: model_type is {family!r:.80}: {reason}; supported are {', '.join(FAMILIES)}"
-        raise ConfigError([Issue("run.init_from", "unsupported", message, family)])
+        hint = "start from the run itself: run.init_from=RUN" if family == "eurobert" else None
+        raise ConfigError([Issue("run.init_from", "unsupported", message, family, hint=hint)])
     try:
         is_modern = family == "modernbert"
         model = _modernbert(settings) if is_modern else _bert(settings, family)
@@ -231,7 +236,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
         return []
     if own.is_file():
         message = f"the data use a different tokenizer than {directory}"
-        hint = f"omit data.tokenizer, or build shards with data.tokenizer={own}"
+        hint = f"build the shards with `data build --tokenizer {own}`; without shards, omit data.tokenizer"
     else:
         message = f"{directory} has no {TOKENIZER}, and a new tokenizer would have different token ids"
         hint = "save the tokenizer to that directory, or set data.tokenizer to its path"

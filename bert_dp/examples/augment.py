@@ -80,7 +80,8 @@ class SameTagWords:
 
 def load_tagger() -> Callable[[list[str]], list[str]]:
     """Return HanTa's English part-of-speech tagger. Raises ConfigError if the extra `pos` is missing."""
-    tagger = require("HanTa.HanoverTagger", "pos", "--replace: pos").HanoverTagger("morphmodel_en.pgz")
+    hanover = require("HanTa.HanoverTagger", "pos", "--replace: pos (the default)")
+    tagger = hanover.HanoverTagger("morphmodel_en.pgz")
     return lambda words: [tag for _, _, tag in tagger.tag_sent(words)]
 
 

@@ -204,7 +204,7 @@ def run(
     build.cut_records_back(trainer, state, resumed)
     del resumed, tensors  # otherwise every rank would keep a whole state in host memory
     dry_run_s = time.monotonic() - started - setup_s
-    trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, trial step {dry_run_s:.1f} s")
     before_s = time.monotonic()
     failure = save(trainer, state, state.elapsed_s, wait=True)  # find problems before training starts
     if failure is None:

@@ -98,7 +98,7 @@ def train(
         loaded = gpu_plan.on_gpus(loaded, gpu, nproc)
     code = train.train(loaded, options, opt.console())
     if gpu is not None and code == 0:
-        gpu_plan.print_speed(loaded, gpu, opt.console())
+        gpu_plan.print_speed(loaded, gpu, opt.console(), nodes=place.nodes if place else 1)
     return code
 
 

@@ -8,15 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bert_dp.config import CLOCKED, ConfigError, Issue
+from bert_dp.config.manifest import Manifest, read_data
 from bert_dp.cost import peak_flops
-from launcher.job import Job
+from launcher.job import Job, built_data
 from launcher.log import PLAIN, show
 from launcher.machine.environment import Gpu
 from launcher.plan import gpu_speed
 from launcher.plan.budget import Costs
 from launcher.plan.scaling import unknown_issues
 from launcher.plan.step_model import hardware
-from launcher.report.formats import format_duration, format_si, format_step_time
+from launcher.report.formats import format_duration, format_ratio, format_si, format_step_time
 from launcher.run.train import expected_steps
 
 if TYPE_CHECKING:
@@ -63,9 +64,12 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
     return row.tokens_per_s, factor
 
 
-def print_speed(job: Job, gpu: str, console: Console) -> None:
+def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
     """Print the largest micro batch that fits, the speed, and the time or tokens of a job from `on_gpus`."""
     config, count = job.config, job.gpus
+    if nodes > 1:
+        text = "speed   not predicted for several nodes; use `bert-dp plan scaling --gpu T --inter LINK`"
+        return show(console, text, **PLAIN)
     link, precision = gpu_speed.link_of(gpu, count), config.precision
     row, factor = gpu_speed.predicted_step(config, gpu, count, precision, config.batch.micro_size)
     fits = gpu_speed.micro_batch_that_fits(config, precision, gpu, count)
@@ -89,7 +93,12 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
         run, watts = config.run, float(hardware()["gpus"][gpu]["watts"])
         costs = Costs(count, run.price_per_device_hour, run.watts_per_device or watts, run.pue)
         hours = costs.hours(unit, getattr(config.schedule, unit))
-        lines.append(f"tokens  {between(row.tokens_per_s * hours * 3600, tokens_text)} in {hours:g} h")
+        expected = row.tokens_per_s * hours * 3600
+        lines.append(f"tokens  {between(expected, tokens_text)} in {hours:g} h")
+        manifest = read_data(config, data) if (data := built_data(config)) is not None else None
+        if isinstance(manifest, Manifest):
+            passes = format_ratio(expected / manifest.train.tokens)
+            lines[-1] += f", {passes} passes over {manifest.train.tokens:,} tokens of data"
     elif tokens := config.schedule.tokens or steps * whole:
         lines.append(f"time    {between(tokens / row.tokens_per_s, format_duration)} of training")
     for line in lines:

@@ -185,8 +185,9 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         if measured != needed
     ]
     if ranks not in rates:
-        message = f"{path} was measured on {' and '.join(map(str, rates))} devices, not {ranks}"
-        issues.append(Issue("--nproc", "conflict", message, ranks, "--from"))
+        counts = " or ".join(map(str, rates))
+        message, hint = f"{path} was measured on {counts} devices, not {ranks}", f"use --nproc {counts}"
+        issues.append(Issue("--nproc", "conflict", message, ranks, "--from", hint))
     rate = rates.get(ranks)
     if not issues and not rate:
         issues = [Issue("--from", "missing", f"{path} contains no tokens/s", str(path))]

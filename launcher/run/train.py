@@ -509,7 +509,7 @@ def describe(
     """Return lines that describe a run before it starts: batch equation, data, model, memory and length.
     `manifest`: None before the data is built."""
     sequence = config.data.sequence_length
-    parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
+    parts = "not compiled: " + ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = layout.global_size * sequence
     packed = not config.has_examples  # unpacked examples differ in length
@@ -518,7 +518,7 @@ def describe(
     model = [
         f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP per token",
-        f"memory  about {memory.total_gib:.2f} GiB per rank (estimate, {memory.precision}, eager: {parts})",
+        f"memory  about {memory.total_gib:.2f} GiB per rank (estimate, {memory.precision}, {parts})",
     ]
     return [
         f"batch   {layout} = {step} a step{ramp}",

@@ -3,6 +3,7 @@ engine compiled, in fp32 and bf16, with dropout, recomputation and a static grap
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import itertools
@@ -216,10 +217,14 @@ def compare(run: Path, base: Path) -> Deviation:
 
 
 def main() -> int:
-    """Run every cell that has not passed with the committed code, add results to .parity/results.jsonl, and
-    print a summary."""
+    """Run each selected cell that has not passed with this code, add it to .parity/results.jsonl, and print a
+    summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", nargs="?", default="", help="run the cells with this text in their names")
+    text = parser.parse_args().text
     results = Results(Path(".parity"), "cell", lambda result: not result["problems"], code_of=["bert_dp"])
-    runnable = [cell for cell in cells() if excuse(cell) is None]
+    selected = [cell for cell in cells() if text in str(cell)]
+    runnable = [cell for cell in selected if excuse(cell) is None]
     waiting = [cell for cell in runnable if not results.has_passed(str(cell))]
     with tempfile.TemporaryDirectory() as root:
         for number, (cell, outcome) in enumerate(run_cells(waiting, Path(root)), 1):
@@ -228,7 +233,7 @@ def main() -> int:
             results.add({"cell": str(cell), **facts, "problems": problems})
             print(f"{number}/{len(waiting)} {cell}: {'; '.join(problems) or 'equal'}", flush=True)
     newest = [results.newest[str(cell)] for cell in runnable]
-    excused = collections.Counter(excuse(cell) for cell in cells())
+    excused = collections.Counter(excuse(cell) for cell in selected)
     failed = [line for line in newest if line["problems"]]
     print(f"{len(newest)} cells ran, {len(failed)} failed; not run:")
     for reason, count in excused.items():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
+from bert_dp.config.engines import OPTIMIZERS
 from bert_dp.model.bert import build_model
 from bert_dp.model.interface import Model
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
@@ -23,7 +24,6 @@ SHAPES = {
     "norm": (9,),
     "bias": (5,),
 }
-OPTIMIZERS = ("adamw", "lamb", "muon")
 Parameters = dict[str, nn.Parameter]
 
 

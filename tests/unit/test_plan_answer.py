@@ -12,6 +12,7 @@ import pytest
 
 from bert_dp import files
 from bert_dp.config import Issue, changed_settings, dump_config, find_config, load_config
+from bert_dp.config.manifest import read_manifest
 from launcher import results
 from launcher.plan import budget, fit, loss_fit
 from launcher.plan.budget import BudgetOptions, budget_page, plan_budget, sourced_values
@@ -270,6 +271,26 @@ def test_a_dry_run_on_gpus_of_another_machine(settings, gpu, nproc, expected, tm
         assert lines["tokens"].startswith(format_si(rate * hours * 3600, "tokens"))
     assert [name for name, text in expected.items() if text not in lines[name]] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_on_gpus_shows_passes_and_no_speed_for_several_nodes(shards: Path, tmp_path: Path) -> None:
+    settings = ("schedule.hours=1", f"data.path={shards}", "data.sequence_length=16")
+    small = ("train", "one-gpu", "--dry-run", "--gpu", H100, *settings)
+    size = f"{read_manifest(shards).train.tokens:,}"
+    assert f" passes over {size} tokens of data" in here(*small, cwd=tmp_path).stdout
+    nodes = (
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "0",
+        "--rendezvous",
+        "10.0.0.1:29400",
+        "--run-dir",
+        "run",
+        "batch.micro_size=16",
+    )
+    done = here(*small, "--nproc", "1", *nodes, cwd=tmp_path)
+    assert ("dp 2" in done.stdout, "per second" in done.stdout) == (True, False), done.stderr
 
 
 @pytest.mark.parametrize(

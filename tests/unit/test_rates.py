@@ -32,7 +32,7 @@ def test_untuned_lamb_has_the_published_rates(halvings: int) -> None:
     peak = peak_lr(make_config("optim.name=lamb", "optim.lr=auto", f"batch.global_size={batch}"))
     assert peak.value == pytest.approx(lr, rel=1e-12)
     assert value_of(peak.equation) == pytest.approx(lr, rel=1e-12)
-    assert "3,125 steps" in peak.equation
+    assert "3,125 warm-up steps" in peak.equation
 
 
 # --- scaling from a tuned rate

@@ -104,7 +104,7 @@ def test_set_up_and_dry_run_are_timed_separately(run_dir: Path) -> None:
     spent = summary(run_dir)["time_s"]
     assert (spent["setup"], spent["compile"]) == (ASSEMBLE_S, DRY_RUN_S)
     log = (run_dir / "rank-0.log").read_text()
-    assert log.count(f"ready: set-up {ASSEMBLE_S} s, dry run {DRY_RUN_S} s") == 2
+    assert log.count(f"ready: set-up {ASSEMBLE_S} s, trial step {DRY_RUN_S} s") == 2
 
 
 def test_a_restart_waits_for_a_killed_rank_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
