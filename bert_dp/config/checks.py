@@ -208,7 +208,7 @@ def _yaml_word(value: object) -> str:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that differ from a saved configuration but must not change when its run resumes."""
+    """Find settings that differ from a saved configuration but must not change when the run resumes."""
     free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"{after!r}, but the run has {before!r}", after)

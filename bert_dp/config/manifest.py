@@ -99,7 +99,7 @@ class BuildRecord(BuildConfig):
     vocab_size: int | None = None
     """Vocabulary size of a trained tokenizer, or maximum vocabulary size of a given tokenizer."""
     tokenizer_sha256: str | None = None
-    """Hash of the given tokenizer; null if one was trained."""
+    """Hash of the given tokenizer; null if the tokenizer was trained."""
 
 
 class Manifest(HashedFile):

@@ -156,7 +156,7 @@ class RunConfig(Section):
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines; a factor in all kWh."""
+    """Power usage effectiveness: power of the building / power of the machines. It multiplies all kWh."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -608,7 +608,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss. With distill.loss: mse, it is squared error unless alpha is 1."""
+        """Return the unit of the training loss. With distill.loss: mse, it is squared error if alpha < 1."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 
