@@ -1,5 +1,5 @@
-"""Run bert-dp's commands from Python: each function of this API starts `python -P -m launcher` as a child
-process and returns the results of the command.
+"""Run bert-dp's commands from Python. Each command runs as a child process, `python -P -m launcher`, and the
+function that started it returns the results.
 
 This module does not import `launcher`, so that a user's own launcher.py is neither executed nor shadowed. The
 caller's signal handlers, umask, threads and standard streams stay unchanged.
@@ -199,8 +199,8 @@ def build_data(
     sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
 ) -> Result:
     """Build token shards from the texts in `sources`, and write them to the directory `out`. `results`
-    contains the manifest. `settings`: those of data.build, with full names. `options`: those of `bert-dp data
-    build`. Raises ConfigError and RuntimeError."""
+    contains the manifest. `settings`: settings of data.build, with their full names. `options`: options of
+    `bert-dp data build`. Raises ConfigError and RuntimeError."""
     _run_verb(_arguments("data build", _path_list(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 

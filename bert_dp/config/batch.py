@@ -8,7 +8,7 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# untuned LAMB: lr = UNTUNED_LR sqrt(batch / UNTUNED_BATCH), batch 512 to 32,768 (arXiv 1904.00962, table 2)
+# untuned LAMB (arXiv 1904.00962, table 2; batch 512 to 32,768): lr = UNTUNED_LR sqrt(batch / UNTUNED_BATCH)
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
 
@@ -71,7 +71,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return the spent share of the budget, in [0, 1]. with_budget must have converted a budget in epochs.
+    """Return the spent share of the budget, in [0, 1]. Convert a budget in epochs with with_budget first.
     `spent`: elapsed seconds if the budget is in hours; spent share if it is in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
@@ -97,7 +97,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the number of sequences in the step that starts at the budget share `progress`."""
+    """Return the global batch, in sequences, of the step that starts at the spent budget share `progress`."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -111,7 +111,7 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Return the peak learning rate of a run and the equation that gives it. `lr: auto` selects the untuned
+    """Return the peak learning rate of a run and, as text, its equation. `lr: auto` selects the untuned
     LAMB rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon: it keeps their
     update noise per sample constant. `linear` is the rule for plain SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size

@@ -208,7 +208,7 @@ def _yaml_word(value: object) -> str:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that differ from a saved configuration but must not change when its run resumes."""
+    """Find settings that differ from a saved configuration but must not change when the run resumes."""
     free = {path for path, _, marks in schema.all_settings() if schema.FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"{after!r}, but the run has {before!r}", after)
@@ -228,7 +228,7 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that must equal `old`, the configuration with which the weights were trained, but do not.
+    """Find differences from `old`, the weights' training configuration, that make the weights unusable.
     Equal shapes do not suffice: with another number of heads, weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
@@ -340,9 +340,8 @@ def export_formats(config: Config) -> str:
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Return the precision that `setting` selects. auto keeps `kept`, a checkpoint's precision. Without one,
-    it selects bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs or fp32 on
-    CPUs."""
+    """Resolve the precision `setting`. With auto, return `kept`, the checkpoint's precision, if given, else
+    bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs and fp32 on CPUs."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -363,7 +362,7 @@ def cpu_field(name: str, root: Path = Path("/")) -> str:
 
 
 def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return those of BF16_UNITS that this machine's CPU has; () if /proc/cpuinfo is missing."""
+    """Return the BF16_UNITS that this machine's CPU has; () if /proc/cpuinfo is missing."""
     flags = cpu_field("flags", root).split()
     return tuple(unit for unit in BF16_UNITS if unit in flags)
 
@@ -380,13 +379,13 @@ class ProfilePlan:
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's command-line options. Ranks that do not exist after a restart are left out."""
+        """Return the worker's command-line options. Omit the ranks that a restart has removed."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
 
 def parse_profile(steps: str, ranks: str) -> ProfilePlan:
-    """Parse steps such as `10:13` (10, 11 and 12) and ranks such as `0,1`. Raises ConfigError."""
+    """Parse steps such as `10:13` (steps 10 to 12) and ranks such as `0,1`. Raises ConfigError."""
     span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     first, end = (int(span[1]), int(span[2])) if span else (0, 0)
     if not 1 <= first < end:

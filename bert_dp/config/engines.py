@@ -44,7 +44,7 @@ class EngineFacts:
     benchmarked: bool = True
     """True if `scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """(end of a file's path, function that only waits for a collective) -> name of the collective."""
+    """(end of a file path, function that does nothing but wait) -> description of the awaited collective."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -115,9 +115,9 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data that the update of a shard needs in addition to the shard's own values."""
+    """Data that updating a shard needs besides the shard's own values; replicas = the whole replica."""
     matrix_moments: int = 2
-    """State values per parameter in the matrices of blocks. Every other parameter has 2 state values."""
+    """Optimizer-state values per parameter of the matrices in blocks. All other parameters have 2."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {

@@ -1,5 +1,5 @@
-"""Define ConfigError and Issue, a problem with a setting, option, file or package. Read untrusted files,
-which must be regular and of limited size, and describe each of their problems in one line."""
+"""Define Issue, a problem with a setting, option, file or package, and ConfigError. Read untrusted files, and
+describe each of their problems in one line. The files must be regular and of limited size."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ class Issue:
         return f"{line}; {self.hint}" if self.hint else line
 
     def within(self, outer: str) -> Self:
-        """Return the issue with the setting `outer`, and with its own setting at the start of the message."""
+        """Return a copy whose setting is `outer` and whose message starts with the original setting."""
         inner = f"{self.setting}: {self.message}" if self.setting else self.message
         return dataclasses.replace(self, setting=outer, message=inner)
 
@@ -80,7 +80,7 @@ class ConfigError(ValueError):
 
 def require(module: str, extra: str, what: str) -> Any:
     """Import and return an optional module. Raises ConfigError, with a command that installs `extra`, if its
-    package is missing. `what`: the setting that needs the package, or `setting: use`."""
+    package is missing. `what`: the setting, file or command that needs it, optionally with `: use`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -111,7 +111,7 @@ class StoredModel(BaseModel):
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Return a line with key, problem and any scalar value for each of the first eight problems of a file."""
+    """Describe each of the first eight problems of a file in one line: key, problem and any scalar value."""
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]

@@ -99,7 +99,7 @@ class HfEncoder:
 
 
 def hf_directory(init_from: str | None) -> Path | None:
-    """Return the directory in hf:DIR, or None for any other value."""
+    """Return DIR if `init_from` is hf:DIR, else None."""
     if init_from is None or not init_from.startswith(HF):
         return None
     return Path(init_from.removeprefix(HF)).expanduser()
@@ -203,7 +203,7 @@ def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
 
 
 def hf_issues(directory: Path, config: Config) -> list[Issue]:
-    """Find settings with which a run cannot start from the weights in `directory`."""
+    """Find settings that prevent a run from starting with the weights in `directory`."""
     try:
         encoder = read_hf(directory)
     except ConfigError as error:
@@ -244,7 +244,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer from export.json, or None. The exported one may differ."""
+    """Return the hash of the run's own tokenizer from export.json, or None. The exported file may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -1,8 +1,8 @@
 """Read a Config from YAML files and overrides (`a.b=value`), and report every problem at once.
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
-override `optim.lr=2e-3`, the run uses 2e-3. Budgets of `schedule` exclude each other, as do `data.path` and
-`data.sources`: a setting replaces the others at lower levels, but two of them at one level are an error.
+override `optim.lr=2e-3`, the run uses 2e-3. The budgets of `schedule` exclude each other, and so do
+`data.path` and `data.sources`. One replaces the others at lower levels; two at the same level are an error.
 """
 
 import difflib
@@ -113,7 +113,7 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str, folder: Path = Path()) -> Path:
-    """Return the path of file `name` in `folder`, or else of a shipped configuration. Raises ConfigError."""
+    """Find the file `name` in `folder`, or else the shipped configuration `name`. Raises ConfigError."""
     if not name:
         hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
@@ -124,7 +124,7 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     plain = Path(name)
     if plain.parent.name in ("", "configs") and plain.stem in names:
         return shipped_configs() / f"{plain.stem}.yaml"
-    if path.exists():  # a directory, which cannot be read as a file
+    if path.exists():  # a directory; reading it as a file raises the error
         return path
     message = f"no such file or shipped configuration ({', '.join(names)})"
     similar = _did_you_mean(difflib.get_close_matches(plain.stem, names, n=1))

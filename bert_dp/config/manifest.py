@@ -1,4 +1,4 @@
-"""Read manifest.json of shards and examples.json of examples, and compare them with a configuration."""
+"""Read manifest.json of shards and examples.json of examples, and find settings that conflict with them."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ class HashedFile(StoredModel):
 
 
 class Shard(StoredModel):
-    """Flat file of token ids."""
+    """Flat binary file of uint16 token ids."""
 
     file: BaseName
     sequences: int = Field(ge=1)
@@ -67,7 +67,7 @@ class SourceFile(StoredModel):
     letters: Count
     """Number of characters of Unicode category L in all documents, including dropped documents."""
     lost_letters: Count
-    """Letters that the normalizer drops or that are part of an unknown token."""
+    """Number of letters that the normalizer drops or that are part of an unknown token."""
     tokens: Count
     unknown_tokens: Count
 
@@ -93,13 +93,13 @@ class SourceFile(StoredModel):
 
 
 class BuildRecord(BuildConfig):
-    """Settings that shards depend on, in addition to their sources."""
+    """Settings that, together with the sources, determine the shards."""
 
     sequence_length: int | None = None
     vocab_size: int | None = None
-    """Vocabulary size of the tokenizer to train; maximum for a given tokenizer."""
+    """Vocabulary size of a trained tokenizer, or maximum vocabulary size of a given tokenizer."""
     tokenizer_sha256: str | None = None
-    """Hash of the given tokenizer; null if one was trained."""
+    """Hash of the given tokenizer; null if the tokenizer was trained."""
 
 
 class Manifest(HashedFile):
@@ -114,7 +114,7 @@ class Manifest(HashedFile):
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: dict[str, Count]
     num_special: Count
-    """Random replacements of masked tokens have ids >= num_special."""
+    """Lowest token id that may randomly replace a masked token."""
     train: Split
     held_out: Split
     unigram_entropy_nats: float | None
@@ -203,7 +203,7 @@ def lost_words(lost: int, letters: int) -> str:
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
-    """Describe the sources whose loss exceeds WARNED_LOSS: at most five, worst first."""
+    """Describe the sources whose `loss` exceeds WARNED_LOSS: at most five, worst first."""
     worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
     return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:5]]
 
@@ -261,7 +261,7 @@ def format_of(model: type[HashedFile]) -> list[Any]:
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with the keys format, version and hash of the files that `model` describes."""
+    """Return `content` with the format and version of the files that `model` describes, and with its hash."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -298,7 +298,7 @@ class ExampleSplit(StoredModel):
     """Number of invalid rows in the file, which were skipped."""
     letters: Count
     lost_letters: Count
-    """Letters that the normalizer drops or that are part of an unknown token."""
+    """Number of letters that the normalizer drops or that are part of an unknown token."""
     without_tokens: Count
     """Number of examples in which at least one text has no tokens."""
     copies: Count = 0
@@ -314,7 +314,7 @@ class SpecialTokens(StoredModel):
 
 
 class ExamplesManifest(HashedFile):
-    """Contents of examples.json for a prepared directory of examples."""
+    """Contents of examples.json in a directory of prepared examples."""
 
     file_name: ClassVar[str] = "examples.json"
     hint: ClassVar[str] = "prepare it again with `bert-dp finetune`"

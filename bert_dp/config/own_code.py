@@ -20,7 +20,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Check, without executing it, that custom code is `allowed`, exists and defines its function."""
+    """Check, without executing code, that custom code is `allowed` and that its file defines the function."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)

@@ -42,7 +42,7 @@ CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # FILE.py:function: custom code
 FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
-"""Mark of a model setting that may differ from the weights in run.init_from."""
+"""Mark of a model setting that may differ from that of the weights in run.init_from."""
 METERED = ("dollars", "kwh")  # budgets whose spending ledger.json records
 CLOCKED = ("hours", *METERED)  # budgets for which the number of steps is not known in advance
 BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # budgets of a schedule, of which exactly one is set
@@ -156,7 +156,7 @@ class RunConfig(Section):
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines; a factor in all kWh."""
+    """Power usage effectiveness: power of the building / power of the machines. It multiplies all kWh."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -433,7 +433,7 @@ class OptimConfig(Section):
     @field_validator("lr", mode="wrap")
     @classmethod
     def _one_reason(cls, value: object, check: Callable[[object], Any]) -> Any:
-        """Replace pydantic's two errors, for a number and for auto, by one error."""
+        """Replace pydantic's two errors, for a number and for auto, with one error."""
         try:
             return check(value)
         except ValidationError:
@@ -457,7 +457,8 @@ class OptimConfig(Section):
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
     """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
-    reductions. `scale` uses it to measure the ceiling of throughput, and `train` refuses it."""
+    reductions. `scale` uses it to measure the ceiling, the throughput without communication; `train` refuses
+    it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
@@ -472,7 +473,7 @@ class ParallelConfig(Section):
     """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
     """Save only the input of each block and recompute the block in the backward pass. This needs less memory
-    and a third more compute."""
+    but a third more compute."""
 
 
 class CheckpointConfig(Section):
@@ -503,12 +504,12 @@ class LogConfig(Section):
     step_times: bool = False
     """Also write the step times of every rank to steps/rank-N.jsonl."""
     noise_scale: bool = False
-    """Write the squared gradient norms of each step at two batch sizes, before clipping, to noise.jsonl, and
-    the gradient noise scale of the last 200 steps, in sequences, to summary.json. This works with single, ddp
-    and zero1 without tensor parallelism. A single replica needs at least two micro batches per step."""
+    """Write to noise.jsonl the squared gradient norms of each step at two batch sizes, before clipping. Write
+    to summary.json the gradient noise scale of the last 200 steps, in sequences. Engines: single, ddp and
+    zero1, without tensor parallelism. A single replica needs at least two micro batches per step."""
     to: Annotated[tuple[Logger, ...], OneOrMore] = ()
-    """Services that also receive the records; each needs the extra of the same name. Records stay on this
-    machine unless environment variables configure a server."""
+    """Services that also receive the run's records. Each needs the extra of the same name. Records stay on
+    this machine unless environment variables configure a server."""
 
 
 class PlannedFigure(Section):
@@ -566,7 +567,7 @@ class Config(Section):
         if (self.data.path is None) == (self.data.sources is None):
             which = "none" if self.data.path is None else "both"
             raise ValueError(
-                f"set exactly one of data.path, data.sources (got {which}); `builtin` is a source"
+                f"set exactly one of data.path, data.sources (got {which}); for example, data.sources=builtin"
             )
         if self.data.sources is not None and not self.data.sources:
             raise ValueError("data.sources is empty; set a file, a glob or `builtin`")
@@ -607,7 +608,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss; for distill.loss: mse, of the loss against the teacher."""
+        """Return the unit of the training loss. With distill.loss: mse, it is squared error if alpha < 1."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 

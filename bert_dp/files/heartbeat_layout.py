@@ -6,7 +6,7 @@ from pathlib import Path
 
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
 IN_STEP = ("data", "step")
-"""Phases that alternate, once per micro batch of an optimizer step."""
+"""Phases of an optimizer step. They alternate, once for each micro batch."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return those of `numbers` that this process does not ignore; nohup ignores SIGHUP."""
+    """Return the signals in `numbers` that this process does not ignore. Under nohup, it ignores SIGHUP."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 

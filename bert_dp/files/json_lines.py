@@ -43,7 +43,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """Reader of the lines that are appended to a file. It returns lines over READ_BYTES in pieces, and reads
+    """Reader of the lines that are appended to a file. It splits lines longer than READ_BYTES, and reads
     a replaced file from the start. `skip_present`: skip the existing content."""
 
     def __init__(self, path: Path, *, skip_present: bool = False):
@@ -71,7 +71,7 @@ class Tail:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove, atomically, the lines after `step` and everything from the first damaged line on."""
+    """Remove, atomically, records of steps after `step` and everything from the first damaged line on."""
     if path.exists():
         write_text(path, (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 

@@ -104,7 +104,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Both rates are means over the newest entry."""
+    """Mean over the newest entry."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 
@@ -244,7 +244,7 @@ class Spending:
     def share(self, at_s: float) -> float:
         """Return the share at the monotonic time `at_s`. Raises OSError if the ledger lacks the unit."""
         if at_s - self._read_s >= EVERY_S:
-            with contextlib.suppress(ConfigError):  # keep the last ledger if the file server does not answer
+            with contextlib.suppress(ConfigError):  # keep the previous ledger while the file cannot be read
                 self._ledger, self._read_s = read_ledger(self._run_dir), at_s
         spent = getattr(self._ledger.total(), self._unit)
         rate = getattr(self._ledger, f"{self._unit}_per_s")

@@ -14,22 +14,19 @@ from bert_dp.config.errors import StoredModel
 from bert_dp.files.ledger import Spent
 
 FailureKind = Literal[
-    "bad_input",
-    "device_memory",
-    "host_memory",
-    "disk",
-    "not_finite",
-    "peer_gone",
-    "hang",
-    "killed",
-    "node_lost",
-    "stopped",
-    "no_cause",
-    "error",
+    "bad_input",  # the configuration or a file is unusable
+    "device_memory",  # the device has too little memory
+    "host_memory",  # the machine has too little memory
+    "disk",  # the disk is full or broken
+    "not_finite",  # the gradients are not finite
+    "peer_gone",  # another rank failed first
+    "hang",  # a rank makes no progress
+    "killed",  # a signal killed the rank
+    "node_lost",  # a node does not respond
+    "stopped",  # a stop signal ended the run before its next checkpoint
+    "no_cause",  # the rank exited without recording a cause
+    "error",  # any other exception
 ]
-"""Causes of a failure, in this order: bad configuration or file; lack of device or host memory; full or
-broken disk; non-finite gradients; earlier failure of another rank; no progress; rank killed by a signal;
-unresponsive node; stop signal before the next checkpoint; exit without a recorded cause; other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
 """stopped = a signal stopped the run after it saved a checkpoint."""
@@ -105,7 +102,7 @@ class Failure(StoredFile):
     where: str | None = None
     """file:line of the failure in the code of bert-dp or of the user."""
     source: str | None = None
-    """Source code of the line `where`, with the name of the function."""
+    """Source line at `where`, and the name of its function."""
     issues: list[dict[str, Any]] = []
     """Fields of each `Issue` if the input was bad."""
     agreed: bool = False
@@ -146,7 +143,7 @@ class Straggler(StoredModel):
 
 
 class NoiseScale(StoredModel):
-    """Gradient noise scale over the last measured steps, from bert_dp.training.noise."""
+    """Gradient noise scale over the last measured steps, computed by bert_dp.training.noise."""
 
     verdict: Literal["ok", "inconclusive"]
     reason: str | None = None
@@ -181,7 +178,7 @@ class HeldOut(StoredModel):
     """Mean loss over `masked_tokens` or `examples`, in `loss_unit`."""
     loss_unit: Literal["nats", "squared error"] = "nats"
     loss_se: FiniteOrNone = None
-    """Standard error of the mean if sequences are independent; null for a single sequence."""
+    """Standard error of `loss`, assuming independent sequences; null for a single sequence."""
     masked_accuracy: FiniteOrNone = None
     """Share of masked positions at which the original token has the greatest logit."""
     mask_rate: FiniteOrNone = None
@@ -226,12 +223,12 @@ class InitFrom(StoredModel):
 
 
 class Summary(StoredFile):
-    """Contents of summary.json: outcome of a run. Rates exclude set-up and the dry run. If a run stopped
-    before rank 0 could write the file, the launcher writes it with only the fields that it knows."""
+    """Contents of summary.json: outcome of a run. Rates exclude set-up and the dry run before training.
+    If a run stopped before rank 0 could write the file, the launcher writes only the fields that it knows."""
 
     status: RunStatus
     failure: Failure | None = None
-    """null unless the run failed or was stopped before its next checkpoint."""
+    """null unless the run failed, or a stop signal ended it before its next checkpoint."""
     signal: int | None = None
     step: int = 0
     samples: int | None = None
@@ -263,18 +260,18 @@ class Summary(StoredFile):
     peak_memory_gib: FiniteOrNone = None
     """Highest peak memory of any rank."""
     energy_j: FiniteOrNone = None
-    """Joules of the GPUs of all ranks in this start, without set-up; null = not measured."""
+    """Energy of all ranks' GPUs in this start, in joules, without set-up; null = not measured."""
     skipped_steps: int | None = None
     checkpoint: str | None = None
     """Path of the newest checkpoint, relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """Compute time before any reduction: slowest rank / median of the others; null = one rank."""
+    """Slowest rank's compute time before any reduction / median of the other ranks; null = one rank."""
     straggler: Straggler | None = None
     """Set if the ratio over the whole run is above STRAGGLER_RATIO."""
     time_s: dict[str, float] = {}
-    """Rank 0's seconds in setup, compile, train, data_wait, forward_backward, optimizer, eval and save. The
-    last one counts only the time that training waits."""
+    """Rank 0's seconds in setup, compile, train, data_wait, forward_backward, optimizer, eval and save.
+    `save` counts only the time that training waits for checkpoints."""
     spent: Spent | None = None
     """Dollars, kWh and CO2 of all starts, as recorded by the launcher."""
     command_s: FiniteOrNone = None

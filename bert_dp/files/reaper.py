@@ -15,7 +15,7 @@ from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
 PATIENCE_S = 1.0  # seconds that ranks have to exit after the launcher
-SEARCH_S = 5.0  # seconds to search repeatedly, because a process may start others before it is killed
+SEARCH_S = 5.0  # seconds to repeat the search for processes, which may start others before they are killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -60,7 +60,7 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; a reaper without the marks is not killed by other reapers
+    # -I and -S keep the interpreter small; without the marks in its environment, no other reaper kills it
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,

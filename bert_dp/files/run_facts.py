@@ -81,7 +81,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the checkpoint `directory`, or else the newest one in it, and its unverified state.json."""
+    """Return the checkpoint `directory`, or else the newest one in it, and its state.json, unverified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -126,7 +126,7 @@ class Exported(StoredFile):
     finetune: FinetuneConfig | None = None
     """Kind, labels and pooling of a classifier."""
     files: dict[str, Sha256] = Field(default_factory=dict)
-    """SHA-256 of each file that is needed to load the model."""
+    """File name -> SHA-256, for each file that is needed to load the model."""
 
 
 def read_exported(directory: Path) -> Exported:
