@@ -388,7 +388,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
     host = cell.launch_fraction
     if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
         # host time includes the wait for data, which is a separate loss
-        evidence = f"the host enqueues a step for {_share_text(host, cell.launch_fraction_ci95)} of its duration"
+        evidence = f"enqueueing a step takes {_share_text(host, cell.launch_fraction_ci95)} of the step time"
         losses.append(_Loss(host - wait, "launch_bound", evidence, "use compile: on or a larger micro batch"))
     return losses
 

@@ -96,7 +96,7 @@ def _status(scaling: Scaling) -> list[page.Verdict]:
 
 
 def _verdicts(scaling: Scaling) -> list[page.Verdict]:
-    """Return a verdict per distinct diagnosis, listing its cells, and one that lists all flags; worst first."""
+    """Return a verdict for each distinct diagnosis, with its cells, and one for all flags; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
         note = f"{found.cell}: {found.evidence}"
