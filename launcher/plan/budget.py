@@ -28,13 +28,13 @@ from launcher.report.formats import format_count, format_si
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
 
 Unit = Literal["hours", "dollars", "kwh"]
-Origin = Literal["published", "stated"]  # of a cost; stated: given as an option
+Origin = Literal["published", "stated"]  # origin of a cost; stated: given as an option
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
 OLD_DAYS = 180  # age in days above which a price or CO2 value causes a warning
 WIDE, DEEP = 64, 48  # width / layers of the two families: as in BERT-base and in the crammed BERT
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
-MAX_EPOCHS = 4  # up to here, repeated text is worth nearly as much as new text (arXiv 2305.16264)
+MAX_EPOCHS = 4  # up to this many, repeated text is worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget above which a plan is unreliable
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
@@ -103,7 +103,7 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Hourly costs of one device; None if unknown."""
+    """Number of devices, and the hourly costs of one device. None if unknown."""
 
     gpus: int
     price: float | None = None  # dollars
@@ -115,7 +115,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """What all devices use per hour: hours (1), dollars, kWh and kg of CO2. None if unknown."""
+        """Consumption of all devices per hour: hours (1), dollars, kWh and kg of CO2. None if unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -135,7 +135,7 @@ class Costs:
         return amount / per_hour
 
     def figures(self, hours: float) -> dict[str, PlannedFigure]:
-        """Return the dollars, kWh and kg of CO2 that `hours` of training use. A value is None if unknown."""
+        """Return the costs of `hours` of training: hours, dollars, kWh and kg of CO2. None if unknown."""
         found = {}
         for name, rate in self.per_hour.items():
             origin, note = self.notes.get(name, ("stated", ""))
@@ -183,7 +183,7 @@ class BudgetOptions:
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "required, unless --frontier has measured speeds of at least three sizes"
+            message = "required without --from or a --frontier that has measured speeds of three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"
@@ -208,8 +208,8 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function that returns a configuration's speed, either measured (by --from or by the frontier's
-        runs) or estimated (from --gpu). Raises ConfigError if --from measured another configuration."""
+        """Return a function that returns a configuration's speed: measured by --from or the frontier's runs,
+        or estimated for --gpu. Raises ConfigError if --from measured another configuration."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -299,7 +299,7 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
     if (gpu := options.gpu) is not None:
         micro = gpu_speed.micro_batch_that_fits(config, options.precision, gpu, options.gpus) or micro
         size = PlannedFigure(value=micro, origin="fitted", note="largest that fits in 90 % of the memory")
-    rule = "configured rate x configured width / this width"
+    rule = "configured learning rate x configured width / this width"
     plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
     plan.figures["micro batch"] = size
     loss = plan.models[0].loss or PlannedFigure(value=None, origin="fitted", note="no frontier")
@@ -401,7 +401,7 @@ def make_plan(
 
 
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
-    """Return copies of `base` with wider and wider models, whose width / layers is close to `aspect`."""
+    """Return copies of `base` with models of ascending width. Their width / layers is close to `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
     family = []
     for width in WIDTHS:
@@ -430,8 +430,8 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
 
     `sizes` are ascending. `hours_of` gives the hours that the optimal training of each size takes; values in
     between are interpolated in log-log space. The curve is U-shaped, because very small models use the device
-    inefficiently; the result is on its rising branch. If there is none, raises ValueError with the closest
-    possible hours: the minimum of `hours_of`, or its last value.
+    inefficiently; the result is on its rising branch. Raises ValueError if there is no such size, with the
+    closest feasible hours: the minimum or the last value of `hours_of`.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -461,8 +461,11 @@ def small(flops: float) -> str:
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return a size for each published answer, which gives the best size for a compute budget. The compute
-    of `hours` depends on the size trained: return the size closest to the best size for its own compute."""
+    """Return the size that each published answer recommends for `hours` of training.
+
+    An answer maps compute to a best size, but the compute spent in `hours` depends on the size. The result is
+    the size that is closest to the best size for its own compute.
+    """
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():
@@ -513,7 +516,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
     beyond = flops / fit.budgets[-1]
     if beyond > MAX_EXTRAPOLATION:
         warnings.append(
-            f"{beyond:.0f} x the largest fitted budget: above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
+            f"{beyond:.0f} x the largest fitted budget; above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)

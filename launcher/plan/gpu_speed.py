@@ -24,7 +24,7 @@ from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, 
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
 FRAMEWORK = "compiled"  # the framework whose constants apply: torch.compile
-PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer, times width and times heads x length
+PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer: 60 x width + 24 x heads x length
 MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
 MIN_SPREAD = 0.05  # minimum half-width of the 95 % interval of ln(measured rate)
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # bytes per parameter that a fused optimizer moves
@@ -110,7 +110,7 @@ def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate])
 
 
 def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
-    """Predict the tokens/s of a configuration on GPUs, with the largest micro batch that fits. Raises
+    """Predict the tokens/s of a configuration on `gpus` GPUs with the largest micro batch that fits. Raises
     ConfigError if not even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:

@@ -66,7 +66,7 @@ class PlanSpec:
 
     @property
     def per_node(self) -> int:
-        """GPUs per node. Default: 8, but all GPUs without --inter if --link is missing or a loopback."""
+        """GPUs per node; default: 8. Without --inter, and with no --link or a loopback, it is all GPUs."""
         if self.gpus_per_node is not None:
             return self.gpus_per_node
         local = self.link is None or find_link(self.link).kind == "loopback"

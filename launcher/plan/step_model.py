@@ -24,7 +24,7 @@ from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # default bucket sizes of torch's DDP
-PLATEAU = 1.9  # latency factor of multi-node rings with protocol simple and large messages (NCCL tuning.cc)
+PLATEAU = 1.9  # latency factor of multi-node rings for large messages, protocol Simple (NCCL tuning.cc)
 TREE_SHARE = 0.9  # bandwidth of a tree / bandwidth of a ring (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # all-reduces of activations per block: two forward, two backward (arXiv 1909.08053)
 ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # bytes per value; 4 in other precisions
@@ -193,7 +193,7 @@ class Scenario:
     sent_bytes: float = math.inf  # maximum bytes sent per gradient element
     overlap: bool = True  # True: reduce during the backward pass; False: one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
-    """Fraction of the communication time that overlap hides, of what ideal overlap would hide."""
+    """Communication time that overlap hides / time that ideal overlap would hide."""
 
     @property
     def replicas(self) -> int:

@@ -66,7 +66,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Return a trace's legend settings. Traces of the same name share one entry; a click on it hides all."""
+    """Return a trace's legend settings. Traces of the same name share an entry; a click on it hides them."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}
@@ -149,8 +149,8 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Return the shapes of the horizontal lines. A label is above its line; only if the line is above all
-    points is its label below it, to stay inside the plot."""
+    """Return the shapes of the horizontal lines. A label is above its line. If the line is above all
+    points, the label is below it, to stay inside the plot."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

@@ -8,18 +8,19 @@ from typing import Literal
 
 NA = "n/a"
 SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units written directly after the SI prefix; others follow a space
-HUGE = 1e300  # numbers above HUGE or below 1 / HUGE are not divided: the quotient might overflow
+HUGE = 1e300  # number() rejects larger magnitudes and zeroes those below 1 / HUGE: quotients may overflow
 
 
 def number(value: object) -> float | None:
-    """Convert a number to float; 0 if its magnitude is below 1 / HUGE. None if above HUGE or no number."""
+    """Convert a number to a float; magnitudes below 1 / HUGE become 0. Returns None if the magnitude is above
+    HUGE, or if `value` is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Format a number with three significant digits and an SI prefix, k to Z: `45.2 k tokens/s`, `21 MJ`."""
+    """Format a number with three significant digits and an SI prefix (k to Z): `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA

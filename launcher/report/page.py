@@ -79,7 +79,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A named series of points. None in `y` is a gap. `low` and `high` are the ends of the intervals."""
+    """A named series of points. None in `y` is a gap. `low`, `high`: the ends of each point's interval."""
 
     label: str
     x: Sequence[float]
@@ -100,7 +100,7 @@ class Bars:
 
     label: str
     parts: Sequence[float | None]
-    texts: Sequence[str] = ()  # hover texts; default: the length of each segment
+    texts: Sequence[str] = ()  # hover texts; default: the formatted values
 
     @property
     def values(self) -> list[float]:
@@ -228,7 +228,7 @@ class Quantity:
     """A quantity to show for each part of a result: a field, or a function of the part."""
 
     path: str | Callable[[Any], object]
-    """Dotted path of the field, or a function of the part. It returns a value in `unit`, or a TableCell."""
+    """Dotted path of the field, or a function that maps the part to a value in `unit` or to a TableCell."""
     head: str  # column head, without the unit
     unit: Unit = "si"
 

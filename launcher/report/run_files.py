@@ -18,7 +18,7 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; `train` has TRAIN_PARTS
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS are the parts of `train`
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
 NUM_STRETCHES = 500  # a long log is split into this many parts; at most five lines of each are kept
 
@@ -30,7 +30,7 @@ class RunFiles:
     path: Path
     name: str
     finished: bool  # True if summary.json is valid
-    summary: Summary  # summary.json; the logs' last lines replace missing values
+    summary: Summary  # summary.json, completed with the last lines of the logs
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]

@@ -94,10 +94,10 @@ def score_name(name: str, heldout: HeldOut) -> str:
 
 HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
 """Pattern of `topic label` for the rows that a run's page highlights."""
-MAX_PASSES = 4  # up to here, repeated text is worth almost as much as new text (arXiv 2305.16264)
+MAX_PASSES = 4  # up to this many, repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
-"""Labels of the parts of the wall time, in order. The parts of training are listed separately."""
+"""Labels of the parts of the wall time, in order. Training is replaced by its parts."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> page.Report:
@@ -130,7 +130,7 @@ def of_directories(run_dirs: Sequence[Path]) -> page.Report:
 
 
 def _next(run: RunFiles) -> str:
-    """Suggest a command: export a finished run, retry a diverged one at half the rate, or resume."""
+    """Suggest a command: export a finished run, halve a diverged run's learning rate, or resume the run."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
         if run.config.get("task"):  # an export needs the custom task's code, which only training executes
@@ -146,7 +146,7 @@ def _next(run: RunFiles) -> str:
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
-    several = "nodes" in run.environment  # then --nproc would be the ranks of one node
+    several = "nodes" in run.environment  # with several nodes, --nproc means the ranks of one node
     ranks = "" if several or run.summary.world_size is None else f" --nproc {run.summary.world_size}"
     return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
@@ -155,7 +155,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
     summary, measured = run.summary, run.heldout
     step = f"step {format_count(summary.step)}"
     if not run.finished:
-        return "warn", f"No end recorded: still running or killed. Last logged: {step}."
+        return "warn", f"No end recorded: the run is still running or was killed. Last logged: {step}."
     if summary.status == "failed":
         cause = page.first_line(summary.failure.headline() if summary.failure else None)
         return "fail", f"Failed after {step} (exit code {summary.exit_code}): {cause}"
@@ -591,7 +591,7 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # the losses of this evaluation
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # from this evaluation
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)

@@ -19,8 +19,8 @@ from launcher.scale.grid import Grid, run_dir
 from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, DiagnosisKind, GridCell, Scaling
 from launcher.stats import is_measurable
 
-LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative deviation of losses
-MAX_DISAGREEMENT = 0.05  # allowed difference of two measures of exposed communication, share of a step
+LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # allowed relative deviation
+MAX_DISAGREEMENT = 0.05  # allowed difference of two measures of exposed communication, as a share of a step
 Facts = dict[str, Any]
 
 
@@ -67,10 +67,10 @@ class CellRuns:
         self.tokens_per_s = self.tokens / self.mean_s
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
-        """Return the step times of the whole job in seconds: those of the slowest rank, for which all wait.
+        """Return the step times of the whole job in seconds: all ranks wait for the slowest rank.
 
         Independent copies do not wait for each other. Their throughputs add up, so the job's mean step time
-        is the harmonic mean over the copies. Its derivatives weight the step times of each copy.
+        is the harmonic mean over the copies. Each copy's times are weighted by the derivative of that mean.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -98,10 +98,10 @@ class CellRuns:
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the `straggler` figures: the slowest rank's compute time / the median of the other ranks'.
+        """Return the straggler figures: the slowest rank's compute time / the median of the other ranks'.
 
-        The ratio is the geometric mean over repeats. {} for one rank, and for fsdp, DeepSpeed and tensor
-        parallelism, whose ranks synchronize in the forward pass.
+        The ratio is the geometric mean over repeats. Returns {} for one rank, and for fsdp, DeepSpeed and
+        tensor parallelism, whose ranks synchronize in the forward pass.
         """
         ranks = range(self.cell.world_size)
         # seconds, [repeat][rank]
@@ -240,8 +240,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the extra time compared with the ceiling, for the same tokens per rank. It is
-    spent in the forward and backward passes, and in the optimizer phase if ZeRO-1 waits there.
+    Exposed communication is the extra time compared with the ceiling, for the same tokens per rank. It
+    occurs in the forward and backward passes and, with ZeRO-1, in the optimizer phase.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -266,7 +266,7 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with those of the single-rank run. {} in weak mode."""
+    """Compare the first repeat's losses with those of the single-rank run. {} if not comparable."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
@@ -285,7 +285,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: the single-rank run did not log the same steps")
     if cell.loss_agrees is False:
-        flags.append(f"not the same model: relative deviation from single-rank losses: {cell.loss_deviation}")
+        flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation} (relative)")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
     if sent is not None and sent[0] > 1:
         flags.append("faster than its ceiling: the engine does less work per rank than an independent copy")
@@ -348,7 +348,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
         evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no loss exceeds its bound"
         return _diagnosis(cell, "intervals_overlap", evidence)
     evidence = f"{reached}; no single loss has an interval entirely beyond its bound"
-    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the parts of the step")
+    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 
 class _Loss(NamedTuple):

@@ -1,4 +1,4 @@
-"""Run a scaling benchmark (`bert-dp scale`): a grid of cells, all-reduces, a step profile and a matmul."""
+"""Run a scaling benchmark (`bert-dp scale`): all cells, all-reduces, a step profile and a matmul rate."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def scale(
 
 
 def plan_of(grid: Grid) -> models.GridFile:
-    """Return the contents of grid.json as plain JSON values, so that they can equal a stored file's."""
+    """Return the contents of grid.json. All values are plain JSON, for comparison with a stored file."""
     return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
@@ -88,11 +88,11 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
         reason = "the batch cannot be split among independent copies, or the copies do not fit in memory"
-        log(f"warning: {mode}, {n} ranks: cannot measure ceiling and exposed communication: {reason}")
+        log(f"warning: {mode}, {n} ranks: cannot measure ceiling and exposed communication, because {reason}")
     for line in grid.overridden(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
-        log("warning: more CPU ranks than cores: efficiency is meaningless")
+        log("warning: there are more CPU ranks than cores, so efficiency is meaningless")
 
 
 def measure(
@@ -153,7 +153,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
 def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
     """Return the cores on which `ranks` CPU ranks run; None for GPUs.
 
-    In all cells, a rank has the number of cores that it has in the largest cell. If the largest cell has more
+    In every cell, a rank has as many cores as in the largest cell. If the largest cell has more
     ranks than this process has cores, return all cores.
     """
     if grid.on_gpu:

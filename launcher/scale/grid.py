@@ -22,7 +22,7 @@ OVERRIDDEN = {
     "parallel.tensor": "set by --tensor",
     **{f"schedule.{name}": "set by --steps" for name in BUDGETS},
 }
-"""Settings that the benchmark overrides, by prefix of the name, with the reason."""
+"""Reasons why the benchmark overrides settings, by prefix of the setting's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Grid:
 
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks as ranks are added.
-    Each mode has two baselines on one rank, `single` and ddp. It also has a ceiling for each number of ranks
-    N: N independent copies with the same samples per rank. A ceiling is omitted if its batch cannot be split
-    evenly or if the copies do not fit in memory.
+    Each mode has two baselines on one rank, `single` and ddp. For each larger number of ranks, it also has a
+    ceiling: as many independent copies, with the same samples per rank. A ceiling is omitted if its batch
+    cannot be split evenly or if the copies do not fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):

@@ -115,7 +115,7 @@ class Peak(StoredFile):
 
     hint: ClassVar[str] = MEASURE_AGAIN
     precision: str | None = None  # precision of matmul_flops
-    matmul_flops: Positive | None = None  # highest rate over matrix shapes
+    matmul_flops: Positive | None = None  # highest rate of several matrix shapes
     datasheet_flops: float | None = None
 
 
@@ -192,12 +192,12 @@ class CellMeasurement(GridCell):
     communication_efficiency: float | None = None  # throughput / throughput of the ceiling
     communication_efficiency_ci95: Interval | None = None
     exposed_comm_fraction: float | None = None  # 1 - communication_efficiency
-    exposed_comm_ddp_fraction: float | None = None  # share of a step, by DDP's counters
+    exposed_comm_ddp_fraction: float | None = None  # share of a step according to DDP's counters
     straggler_ratio: float | None = None
     """Compute time before any reduction: slowest rank / median of the others; geometric mean over repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
-    """The slowest rank, if it is slowest in every repeat and straggler_ratio_ci95 is entirely above 1.2."""
+    """The slowest rank if it is the same in every repeat and straggler_ratio_ci95 is above 1.2, else null."""
     peak_memory_gib: float | None = None  # highest peak of any rank
     mfu: float | None = None  # model FLOP/s / data-sheet FLOP/s
     mamfu: float | None = None  # model FLOP/s / measured matmul FLOP/s

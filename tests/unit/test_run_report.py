@@ -134,7 +134,7 @@ def test_a_killed_run_shows_its_logged_values_and_configuration(tmp_path: Path) 
         file.write('{"step": 110, "los')
     report = of_directories([run])
     (verdict,) = report.verdicts
-    assert verdict.text == "No end recorded: still running or killed. Last logged: step 100."
+    assert verdict.text == "No end recorded: the run is still running or was killed. Last logged: step 100."
     missing = [note.partition(":")[0] for note in verdict.notes]
     assert missing == [
         "summary.json is missing or truncated",
