@@ -106,7 +106,7 @@ class Costs:
     """Number of devices, and the hourly costs of one device. None if unknown."""
 
     gpus: int
-    price: float | None = None  # dollars
+    price: float | None = None  # dollars per hour
     watts: float | None = None
     pue: float = 1.0
     grams_per_kwh: float | None = None
@@ -183,7 +183,7 @@ class BudgetOptions:
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "required without --from or a --frontier that has measured speeds of three sizes"
+            message = "required without --from or a --frontier that has measured speeds of three or more sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"

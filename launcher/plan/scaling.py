@@ -82,9 +82,9 @@ class PlanSource:
     notes: tuple[str, ...] = ()  # origin of the figures, and assumptions
     spread: float = 0.0  # standard deviation / mean of the ranks' speeds
     curves: Mapping[int, AllReduceCurve] = dataclasses.field(default_factory=dict)
-    """Measured all-reduces within one machine, by world size."""
+    """Measured all-reduce times within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """1 / measured ceiling efficiency, by world size."""
+    """Slowdown of computation, 1 / measured ceiling efficiency, by world size."""
     cells: Sequence[CellMeasurement] = ()  # cells measured by the same benchmark
     flops_per_token: float | None = None
     peak_flops: float | None = None

@@ -180,7 +180,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Return a warning about MAX_PASSES or more passes over the training text, unless it is built in."""
+    """Return a warning about MAX_PASSES or more passes over the training text, except the built-in corpus."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
@@ -591,7 +591,7 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # from this evaluation
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # files of these evaluations
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)

@@ -67,7 +67,7 @@ class CellRuns:
         self.tokens_per_s = self.tokens / self.mean_s
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
-        """Return the step times of the whole job in seconds: all ranks wait for the slowest rank.
+        """Return the job's step times in seconds: those of the slowest rank, because the others wait.
 
         Independent copies do not wait for each other. Their throughputs add up, so the job's mean step time
         is the harmonic mean over the copies. Each copy's times are weighted by the derivative of that mean.

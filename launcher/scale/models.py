@@ -4,7 +4,7 @@ Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in na
 are fractions. Intervals are 95 % confidence intervals, [low, high]. null means that a value was not measured.
 """
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
