@@ -71,7 +71,7 @@ def _minima(logs: Floats, flops: float) -> list[LossLaw]:
 
 
 def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """Return E, A, B >= 0 [pairs, 3] and the summed Huber losses [pairs] for pairs of exponents a, b."""
+    """Return E, A, B >= 0 [pairs, 3] and the summed Huber losses [pairs] for the exponents a, b [pairs]."""
     means = logs[:2].mean(axis=1)
     n, d = logs[:2] - means[:, None]  # centre the logarithms, so that the columns are near 1
     loss = np.exp(logs[2])
