@@ -1,4 +1,4 @@
-"""Plan the model, tokens and loss for a budget of hours, dollars or energy, with intervals and origins."""
+"""Plan the model, tokens and loss for a budget of hours, dollars or kWh (`bert-dp plan`)."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -28,13 +28,13 @@ from launcher.report.formats import format_count, format_si
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
 
 Unit = Literal["hours", "dollars", "kwh"]
-Origin = Literal["published", "stated"]  # origin of a cost
+Origin = Literal["published", "stated"]  # origin of a cost; stated: given as an option
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
 OLD_DAYS = 180  # age in days above which a price or CO2 value causes a warning
-WIDE, DEEP = 64, 48  # width / layers of the two shapes; BERT-base and the crammed BERT have 64 and 48
+WIDE, DEEP = 64, 48  # width / layers of the two families: as in BERT-base and in the crammed BERT
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
-MAX_EPOCHS = 4  # epochs up to which repeated data is worth nearly as much as new text (arXiv 2305.16264)
+MAX_EPOCHS = 4  # up to this many, repeated text is worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget above which a plan is unreliable
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
@@ -63,7 +63,7 @@ MANY_EPOCHS = (
 
 
 class PlannedModel(StoredModel):
-    """A candidate model: as configured, near the best size, half or twice as large, or a published answer."""
+    """A candidate model with its tokens and its predicted loss."""
 
     name: str
     hidden_size: int
@@ -87,7 +87,7 @@ class BudgetPlan(StoredFile):
     hours: float
     figures: dict[str, PlannedFigure]
     models: list[PlannedModel]
-    is_chosen: bool  # true if the first model is the answer, false if the published answers disagree
+    is_chosen: bool  # true: the first model is the answer; false: the published answers disagree
     warnings: list[str] = []
 
 
@@ -103,10 +103,10 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Hourly costs of one device; None if unknown."""
+    """Number of devices, and the hourly costs of one device. None if unknown."""
 
     gpus: int
-    price: float | None = None  # dollars
+    price: float | None = None  # dollars per hour
     watts: float | None = None
     pue: float = 1.0
     grams_per_kwh: float | None = None
@@ -115,7 +115,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Hours, dollars, kWh and kg of CO2 per hour, for all devices; None if a factor is unknown."""
+        """Consumption of all devices per hour: hours (1), dollars, kWh and kg of CO2. None if unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -135,7 +135,7 @@ class Costs:
         return amount / per_hour
 
     def figures(self, hours: float) -> dict[str, PlannedFigure]:
-        """Return the hours, dollars, kWh and kg of CO2; a value is None if one of its factors is unknown."""
+        """Return the costs of `hours` of training: hours, dollars, kWh and kg of CO2. None if unknown."""
         found = {}
         for name, rate in self.per_hour.items():
             origin, note = self.notes.get(name, ("stated", ""))
@@ -183,13 +183,13 @@ class BudgetOptions:
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "not given, nor a --frontier with measured speeds of at least three sizes"
+            message = "required without --from or a --frontier with measured speeds of three or more sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"
             issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
         if self.from_ is not None and not self.keep_model:
-            message, hint = "measured only one model, but other sizes would be planned", "add --keep-model"
+            message, hint = "gives the speed of only one model size", "add --keep-model"
             issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
         if self.from_ is not None and self.gpu is not None:
             message, hint = "--from already gives a measured speed", "pass --price and --watts of its device"
@@ -197,7 +197,7 @@ class BudgetOptions:
         if frontier is None:
             return issues
         if self.tokens_per_parameter is not None:
-            message = "the frontier determines the ratio"
+            message = "the ratio already follows from the frontier"
             issues.append(Issue("--tokens-per-parameter", "conflict", message, None, "--frontier"))
         if frontier.contradicts:
             message = "its fitted scaling law does not match its own runs; see `bert-dp plan fit`"
@@ -208,8 +208,8 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function that gives a configuration's speed: measured by --from or by the frontier's runs,
-        or estimated by the roofline of --gpu. Raises ConfigError if --from measured another configuration."""
+        """Return a function that returns a configuration's speed: measured by --from or the frontier's runs,
+        or estimated for --gpu. Raises ConfigError if --from measured another configuration."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -222,7 +222,7 @@ class BudgetOptions:
         return lambda config: gpu_speed.measured_rate(size_of(config), rates, source)
 
     def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
-        """Return the costs with the origin of each factor, and a warning for each outdated factor."""
+        """Return the costs with their origins, and a warning for each outdated price or CO2 value."""
         warnings: list[str] = []
         values = {"dollars": self.price, "kwh": self.watts, "co2_kg": self.g_per_kwh}
         notes: dict[str, tuple[Origin, str]] = {
@@ -245,8 +245,11 @@ class BudgetOptions:
 def plan_budget(
     options: BudgetOptions, out: Path, page: Path | None = None, today: datetime.date | None = None
 ) -> tuple[BudgetPlan, Path | None]:
-    """Plan a budget. Writes the configuration to `out` if a size was chosen, and the calculator to `page`;
-    returns the plan and the path of the configuration, if written. Raises ConfigError."""
+    """Plan a budget; return the plan, and the path of the configuration if one was written.
+
+    Writes the configuration to `out` if a size was chosen, and the interactive planner to `page`. Raises
+    ConfigError.
+    """
     unit, amount = options.budget()
     base = load_named("--config", options.config)
     frontier = results.read(options.frontier, Frontier) if options.frontier else None
@@ -287,7 +290,7 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size; add its rate and micro batch to `plan.figures`."""
+    """Return the configuration of the chosen size; add its learning rate and micro batch to the plan."""
     shape = plan.models[0].model_dump(include=SHAPE)
     config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
@@ -296,7 +299,7 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
     if (gpu := options.gpu) is not None:
         micro = gpu_speed.micro_batch_that_fits(config, options.precision, gpu, options.gpus) or micro
         size = PlannedFigure(value=micro, origin="fitted", note="largest that fits in 90 % of the memory")
-    rule = "configured rate x configured width / this width"
+    rule = "configured learning rate x configured width / this width"
     plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
     plan.figures["micro batch"] = size
     loss = plan.models[0].loss or PlannedFigure(value=None, origin="fitted", note="no frontier")
@@ -327,7 +330,7 @@ def make_plan(
     rate_of: Callable[[Config], Rate],
     fit: Frontier | None = None,
 ) -> BudgetPlan:
-    """Plan a budget. Without a fit, a ratio or keep_model, the plan contains the published answers.
+    """Plan a budget. Without `fit`, a ratio or keep_model, the models of the plan are the published answers.
 
     `rate_of` returns the tokens/s of a configuration, or raises ConfigError if it does not fit the device.
     Raises ConfigError if the budget is too small for every size, or larger than the largest size can use.
@@ -346,7 +349,7 @@ def make_plan(
     elif not is_chosen:
         wanted = _published_sizes(sizes, rates, hours)
     else:
-        hours_of = []  # hours to train each size to its best number of tokens
+        hours_of = []  # hours to train each size on its best number of tokens
         for n, each in zip(sizes, rates, strict=True):
             enough = (ratio or 0.0) * n if fit is None else fit.law.best_budget(n) / (6 * n)
             hours_of.append(enough / each.tokens_per_s / 3600)
@@ -398,7 +401,7 @@ def make_plan(
 
 
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
-    """Return copies of `base` with models of ascending width, whose width / layers is close to `aspect`."""
+    """Return copies of `base` with models of ascending width. Their width / layers is close to `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
     family = []
     for width in WIDTHS:
@@ -425,10 +428,10 @@ def nearest(sizes: Sequence[float], target: float) -> int:
 def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: float) -> float:
     """Return the size whose optimal training takes `hours`.
 
-    sizes: ascending; hours_of: hours of the optimal training of each size, interpolated in log-log space. The
-    curve is U-shaped, because models below a certain size use the device inefficiently and take longer;
-    the solution is on the branch above that size. Raises ValueError with the minimum of `hours_of` if
-    `hours` is smaller, or with the hours of the last size if `hours` is larger.
+    `sizes` are ascending. `hours_of` gives the hours that the optimal training of each size takes; values in
+    between are interpolated in log-log space. The curve is U-shaped, because very small models use the device
+    inefficiently; the result is on its rising branch. Raises ValueError if there is no such size, with the
+    closest feasible hours: the minimum or the last value of `hours_of`.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -458,8 +461,11 @@ def small(flops: float) -> str:
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return a size per published answer. Training a size for `hours` uses a certain compute: return the size
-    that is closest to the answer's best size for this compute."""
+    """Return the size that each published answer recommends for `hours` of training.
+
+    An answer maps compute to a best size, but the compute spent in `hours` depends on the size. The result is
+    the size that is closest to the best size for its own compute.
+    """
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
     for name, (best, _) in PUBLISHED.items():
@@ -485,7 +491,7 @@ def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Fro
 
 
 def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
-    """Return a figure that is proportional to the speed, with the interval of the speed."""
+    """Return a figure that is proportional to the speed and has the same relative interval."""
     ends = [value / rate.factor, value * rate.factor]
     return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 
@@ -493,7 +499,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Apply `shown` to a value of the law and to its interval, which `more` widens in quadrature."""
+    """Return a value of the law, mapped by `shown`, and its interval, which `more` widens in quadrature."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
     ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} completed runs"
@@ -501,7 +507,7 @@ def _fitted(
 
 
 def _fitted_loss(fit: Frontier, value: Callable[[LossLaw], float], flops: float, rate: Rate) -> PlannedFigure:
-    """Return a loss and its interval, which the uncertainty of the speed widens."""
+    """Return a predicted loss. Its interval includes the uncertainty of the speed."""
     return _fitted(fit, value, abs(fit.law.best_loss(flops / rate.factor) - fit.law.best_loss(flops)))
 
 
@@ -510,7 +516,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
     beyond = flops / fit.budgets[-1]
     if beyond > MAX_EXTRAPOLATION:
         warnings.append(
-            f"{beyond:.0f} x the largest fitted budget: above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
+            f"{beyond:.0f} x the largest fitted budget; above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)

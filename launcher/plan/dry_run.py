@@ -27,8 +27,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")  # in the order in which `precision: auto`
 
 
 def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
-    """Return the job for a machine with `nproc` (auto: one) GPUs of a type listed in hardware.yaml. Raises
-    ConfigError for an unknown GPU or an unsupported precision."""
+    """Return the job as if this machine had `nproc` (auto: one) GPUs of this type. Raises ConfigError if
+    hardware.yaml does not list the GPU, or if the GPU does not support the precision."""
     if issues := unknown_issues("--gpu", gpu, hardware()["gpus"]):
         raise ConfigError(issues)
     device, config = hardware()["gpus"][gpu]["device"], job.config
@@ -65,7 +65,7 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
 
 
 def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
-    """Print the largest micro batch that fits, the speed, and the time or tokens of a job from `on_gpus`."""
+    """Print three predictions for a job from `on_gpus`: micro batch, speed, and training time or tokens."""
     config, count = job.config, job.gpus
     if nodes > 1:
         text = "speed   not predicted for several nodes; use `bert-dp plan scaling --gpu T --inter LINK`"

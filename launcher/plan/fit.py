@@ -21,7 +21,7 @@ from launcher.report.formats import format_count, format_si
 from launcher.report.page import Report, ReportSection, Table, Verdict, words
 
 FILE = "frontier.json"
-SAME_BUDGET = 1.25  # runs whose compute differs by a smaller factor share a budget
+SAME_BUDGET = 1.25  # runs whose compute differs by less than this factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 CONTRADICTS = (
     "The law does not describe these runs: its best sizes and those of parabolas fitted per budget differ "
@@ -32,8 +32,8 @@ OTHERS = "Another law fits nearly as well (sum of losses within 10 %), so the op
 
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
-    """Read completed pretraining runs and their common properties. Raises ConfigError if a run is incomplete,
-    or if the corpus, mask rate or sequence length differs between runs."""
+    """Read completed pretraining runs and the properties they share. Raises ConfigError if a run is
+    incomplete, or if the corpus, mask rate or sequence length differs between runs."""
     issues: list[Issue] = []
     runs: list[CompletedRun] = []
     common: dict[str, tuple[object, str]] = {}
@@ -58,7 +58,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
         objective = config.task or config.objective.name
         if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
             message = f"{directory} is not a complete pretraining run with a held-out loss ({summary.status})"
-            hint = "leave it out, or complete it if its learning rate has not fully decayed"
+            hint = "leave it out, or resume it until its learning rate has fully decayed"
             issues.append(Issue("RUNS", "unsupported", message, str(directory), hint=hint))
         elif (size := summary.parameters) and (tokens := summary.tokens):
             rest = size - config.model.vocab_size * config.model.hidden_size
@@ -90,7 +90,7 @@ def read_table(path: Path) -> list[CompletedRun]:
 
 
 def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
-    """Assign runs of nearly equal compute to one budget, the geometric mean of their compute."""
+    """Group runs of nearly equal compute, and set their budget to the geometric mean of the group."""
     groups: list[list[CompletedRun]] = []
     for run in sorted(runs, key=lambda r: r.budget_flops):
         if not groups or run.budget_flops >= SAME_BUDGET * groups[-1][0].budget_flops:

@@ -48,7 +48,7 @@ class LossLaw:
 
     @property
     def exponent(self) -> float:
-        """Exponent x of the best number of parameters, which grows as budget^x: b / (a + b)."""
+        """Exponent x = b / (a + b); the best number of parameters grows as budget^x."""
         return self.b / (self.a + self.b)
 
     def loss(self, parameters: float, tokens: float) -> float:
@@ -102,7 +102,7 @@ class Frontier(StoredFile):
 
     @property
     def contradicts(self) -> bool:
-        """True if the law contradicts its own runs, because `contradiction` exceeds MAX_CONTRADICTION."""
+        """True if the law does not describe its own runs: `contradiction` exceeds MAX_CONTRADICTION."""
         return self.contradiction is not None and self.contradiction > MAX_CONTRADICTION
 
     @property

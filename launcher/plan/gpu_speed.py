@@ -2,8 +2,9 @@
 
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
-benchmarks/gpu_speed.py fits the constants to published measurements of one GPU: share, TOKENS, and the memory
-traffic and launch time of each framework. hardware.yaml lists them and their error spread under `gpu_speed`.
+benchmarks/gpu_speed.py fits the constants to published measurements of single GPUs. The constants are share,
+TOKENS, and the memory traffic and launch time of each framework. hardware.yaml lists them under `gpu_speed`,
+with the spread of the estimate's errors.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from launcher.plan.scaling import ENGINES, estimated_profile
 from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
-FRAMEWORK = "compiled"  # class of measurements with torch.compile, one of several classes
-PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer, per unit of width and of heads x length
+FRAMEWORK = "compiled"  # the framework whose constants apply: torch.compile
+PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer: 60 x width + 24 x heads x length
 MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
 MIN_SPREAD = 0.05  # minimum half-width of the 95 % interval of ln(measured rate)
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # bytes per parameter that a fused optimizer moves
 
 
 class GpuStep(NamedTuple):
-    """Inputs of an estimate: one micro batch of a model and one optimizer step on one GPU."""
+    """Inputs of the estimate for one GPU: one micro batch and one optimizer step of a model."""
 
     model: ModelConfig
     length: int  # tokens per sequence
@@ -50,8 +51,8 @@ def peak_of(gpu: str, precision: str) -> float | None:
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the micro batch and of the optimizer step. `constants` replaces the constants
-    under `gpu_speed` in hardware.yaml."""
+    """Estimate the seconds of the micro batch and of the optimizer step. The default of `constants` is
+    `gpu_speed` in hardware.yaml."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")
@@ -109,8 +110,8 @@ def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate])
 
 
 def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
-    """Predict the tokens/s of unmeasured GPUs with the largest micro batch that fits. Raises ConfigError if
-    not even one sequence fits."""
+    """Predict the tokens/s of a configuration on `gpus` GPUs with the largest micro batch that fits. Raises
+    ConfigError if not even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:
         message = f"not even one sequence of this model fits in the memory of {gpu}"

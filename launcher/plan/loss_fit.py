@@ -45,7 +45,8 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Resample budgets if there are MANY_BUDGETS, then the runs of each. `groups`: run indices by budget."""
+    """Return resampled run indices. Resample the budgets if there are MANY_BUDGETS or more, then the runs of
+    each budget. `groups`: run indices by budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
@@ -87,7 +88,7 @@ def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
-    """Solve weighted least squares for constants >= 0 [pairs, 3], trying each set of positive constants."""
+    """Solve weighted least squares for constants >= 0 [pairs, 3]. Try each subset of nonzero constants."""
     gram = np.einsum("prc,pr,prk->pck", columns, weights, columns)
     right = np.einsum("prc,pr,r->pc", columns, weights, loss)
     best, least = np.zeros(right.shape), np.full(len(right), np.inf)
@@ -137,8 +138,11 @@ def _huber(residual: Floats) -> Floats:
 
 
 def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bool]]:
-    """Fit a parabola of the loss in ln N to the runs of each budget. Returns, by budget, N at the minimum and
-    True if the sizes that were run enclose N; omits budgets with fewer than three sizes or no minimum."""
+    """Fit a parabola in ln N to the losses of each budget's runs.
+
+    Returns, by budget, N at the minimum and True if the sizes that were run enclose this N. Omits budgets
+    with fewer than three sizes or without a minimum.
+    """
     minima = {}
     for budget in sorted({run.budget_flops for run in runs}):
         group = [run for run in runs if run.budget_flops == budget]

@@ -1,4 +1,4 @@
-"""Render the budget planner as one self-contained HTML file, with sliders and a script that recalculates."""
+"""Render the budget planner as a self-contained HTML page, which recalculates in the browser."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page with the result of `planner_data`; `unit` to `price` initialise its input fields."""
+    """Render the page. `data` comes from `planner_data`; `unit` to `price` initialise the input fields."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

@@ -1,4 +1,4 @@
-"""Predict the throughput of several numbers of GPUs and the gain from changes (`bert-dp plan scaling`)."""
+"""Predict throughput by number of GPUs, and the gain from changed settings (`bert-dp plan scaling`)."""
 
 import dataclasses
 import difflib
@@ -23,7 +23,7 @@ from launcher.scale.models import CellMeasurement, PredictedRow, Prediction, Sca
 from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
-GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links
+GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links within and between nodes
 BOUNDS = ("no stragglers", "perfect overlap")  # no setting achieves these; their gain is an upper bound
 ADAM_BYTES = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
@@ -66,7 +66,7 @@ class PlanSpec:
 
     @property
     def per_node(self) -> int:
-        """GPUs per node: by default 8, or all GPUs if the only link is measured or a loopback."""
+        """GPUs per node; default: 8. Without --inter, and with no --link or a loopback, it is all GPUs."""
         if self.gpus_per_node is not None:
             return self.gpus_per_node
         local = self.link is None or find_link(self.link).kind == "loopback"
@@ -80,11 +80,11 @@ class PlanSource:
     profile: StepProfile
     accumulation: int = 1
     notes: tuple[str, ...] = ()  # origin of the figures, and assumptions
-    spread: float = 0.0  # standard deviation / mean of the ranks' speed
+    spread: float = 0.0  # standard deviation / mean of the ranks' speeds
     curves: Mapping[int, AllReduceCurve] = dataclasses.field(default_factory=dict)
-    """Measured all-reduces within one machine, by world size."""
+    """Measured all-reduce times within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """1 / measured ceiling efficiency, by world size."""
+    """Slowdown of computation, 1 / measured ceiling efficiency, by world size."""
     cells: Sequence[CellMeasurement] = ()  # cells measured by the same benchmark
     flops_per_token: float | None = None
     peak_flops: float | None = None
@@ -187,13 +187,14 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
     gains = [
         models.Lever(lever=name, gain=rate / now - 1, tokens_per_s=rate, bound=name in BOUNDS)
         for name, rate in rates.items()
-        if name not in BOUNDS or rate >= now  # one bucket without overlap may be faster than many with it
+        if name not in BOUNDS or rate >= now  # many overlapped buckets may be slower than one without overlap
     ]
     return sorted(gains, key=lambda lever: -lever.gain)
 
 
 def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> models.ComparedCell | None:
-    """Compare a measured cell with its prediction (for measured links if any); None if not predictable."""
+    """Compare a measured cell with its prediction, which uses measured links if there are any. Returns None
+    if the cell cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
@@ -224,7 +225,7 @@ def _is_cpu(device: str) -> bool:
 
 
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    """Return the issues with unknown values, and with conflicts between options or with the source."""
+    """Return an issue for each unknown value and for each conflict between options or with the source."""
     links = hardware()["links"]
     if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
@@ -281,7 +282,7 @@ def find_source(
     gpu: str | None,
     accumulation: int,
 ) -> PlanSource:
-    """Return the source that the options give: a measured file or a rate. Raises ConfigError."""
+    """Return the source that the options name: a measured file or a given rate. Raises ConfigError."""
     if path is not None:
         rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
         message = "cannot be combined with --from, a measured file"
@@ -317,7 +318,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"computation time on N ranks, from the ceiling ({counts}; more ranks: the last factor)")
+        notes.append(f"slowdown of N ranks, from the ceiling ({counts}; more ranks: the last factor)")
     curves = {
         # sorted, so that the longest of several times at one size is kept
         each.world_size: AllReduceCurve(
@@ -335,7 +336,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         profile,
         scaling.settings.accumulation or 1,
         tuple(notes),
-        # ranks on a CPU share one device; the ceiling covers their differences
+        # ranks on a CPU share one device; the ceiling already includes their differences
         0.0 if _is_cpu(profile.device) else constant("device_spread"),
         curves,
         slowdowns,
@@ -382,7 +383,7 @@ def estimated_profile(
     micro_s: float,
     optimizer_s: float,
 ) -> StepProfile:
-    """Estimate the profile of an unprofiled rank; the gradients are derived from the layers."""
+    """Estimate the profile of a rank from its times. The gradients are derived from the layers."""
     parameters = num_parameters(model, sequence_length)
     return StepProfile(
         device=device,
@@ -428,14 +429,14 @@ ROW = (
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
-    """Report the rows, the gains from changes at the largest number of GPUs, the cells and the assumptions.
+    """Report the predictions, the gains on the most GPUs, the measured cells and the assumptions.
 
-    `config`: configuration of the model, which the suggested `scale` command measures.
+    `config`: configuration of the model, for the suggested `scale` command.
     """
     rows = prediction.rows
     last = max(rows, key=lambda row: row.world_size)
     levers = [
-        words(lever.lever, format_change(lever.gain), "upper bound; no such setting" if lever.bound else "")
+        words(lever.lever, format_change(lever.gain), "upper bound, not a setting" if lever.bound else "")
         for lever in last.levers
     ]
     counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))
@@ -445,7 +446,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
     best = Quantity(_best_change, "best change", "word")
     tables = [
         table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
-        Table(levers, title=f"Gain of one change on {count_of(last.world_size, 'GPU')}"),
+        Table(levers, title=f"Gain from one change on {count_of(last.world_size, 'GPU')}"),
         models.compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]

@@ -24,7 +24,7 @@ from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # default bucket sizes of torch's DDP
-PLATEAU = 1.9  # latency factor of multi-node rings with protocol simple and large messages (NCCL tuning.cc)
+PLATEAU = 1.9  # latency factor of multi-node rings for large messages, protocol Simple (NCCL tuning.cc)
 TREE_SHARE = 0.9  # bandwidth of a tree / bandwidth of a ring (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # all-reduces of activations per block: two forward, two backward (arXiv 1909.08053)
 ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # bytes per value; 4 in other precisions
@@ -65,7 +65,7 @@ def find_link(name: str) -> LinkSpec:
 
 
 class ProtocolSpec(NamedTuple):
-    """Latencies in seconds of a protocol on one kind of link, and the share of the bandwidth that it uses."""
+    """A protocol on one kind of link: latencies in seconds, and the share of bandwidth that carries data."""
 
     start: float
     hop: float
@@ -109,7 +109,7 @@ class AllReduceCurve:
 
 @dataclasses.dataclass(frozen=True)
 class Fabric:
-    """Links between ranks, which fill one node after another.
+    """Links between ranks. Ranks fill one node after another.
 
     A ring over the GPUs of several nodes enters and leaves each node once, through all NICs of the node, so
     bus bandwidth = min(link within the node, sum of the NICs). The bandwidth, the latencies and the choice of
@@ -135,13 +135,13 @@ class Fabric:
         return self.speed * min(rates)
 
     def replicas(self, tensor: int) -> Fabric:
-        """Return the fabric as one gradient reduction sees it if `tensor` neighbouring ranks form a replica:
-        fewer ranks per node take part, and `tensor` reductions share its NICs."""
+        """Return the part of the fabric that one gradient reduction can use. `tensor` neighbouring ranks form
+        a replica, so fewer ranks of a node take part, and `tensor` reductions share its NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
-        """Return the seconds of one collective of `size` bytes per rank, by the fastest protocol and shape.
+        """Return the seconds of a collective of `size` bytes per rank, by the fastest protocol and algorithm.
 
         "rooted" is a reduce to one rank or a broadcast from one rank, along a chain that sends each byte once
         over each hop.
@@ -193,7 +193,7 @@ class Scenario:
     sent_bytes: float = math.inf  # maximum bytes sent per gradient element
     overlap: bool = True  # True: reduce during the backward pass; False: one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
-    """Share of the ideally hidden communication time that overlap actually saves."""
+    """Communication time that overlap hides / time that ideal overlap would hide."""
 
     @property
     def replicas(self) -> int:
@@ -229,13 +229,13 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
 
 
 def slowest(ranks: int, spread: float) -> float:
-    """Return E[max] / mean of `ranks` normally distributed step times (Blom 1958)."""
+    """Return the expected maximum of `ranks` normal step times relative to their mean (Blom 1958)."""
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return the profile with the times of the micro batch scaled to a total of `micro_s`, and with the size
-    of the micro batch set to `micro_batch` if given."""
+    """Return the profile with the times of the micro batch scaled to a total of `micro_s`. If `micro_batch`
+    is given, it becomes the size of the micro batch."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
@@ -313,7 +313,8 @@ Bucket = tuple[float, float]
 def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -> list[Bucket]:
     """Fuse gradients, in the order in which they are ready, into buckets of at least `size` bytes.
 
-    The first one has at least `first` bytes. No tensor is split. A bucket is ready when its last tensor is.
+    The first bucket has at least `first` bytes, if given. No tensor is split. A bucket is ready when its
+    last tensor is ready.
     """
     buckets: list[Bucket] = []
     total = last = 0.0
@@ -343,7 +344,7 @@ def outlast(
 
 
 def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed seconds of gathering weights one block ahead and of scattering gradients."""
+    """Return the exposed seconds of FSDP, which gathers weights one block ahead and scatters gradients."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     blocks = profile.num_layers + 1  # including the embedding
     gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")

@@ -1,1 +1,1 @@
-"""Report the results of verbs: a report is a value, rendered on the console or as an HTML page."""
+"""Build reports of results, and render them on the console or as HTML pages."""

@@ -1,6 +1,6 @@
 """Convert a Figure to the JSON input of plotly's script.
 
-Colours are names that page.js looks up in its theme.
+Colours are given by name. page.js replaces each name by the theme's colour.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from launcher.report.page import Axis, Bars, Figure, Line, ReferenceLine
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
-LABEL_CHARS, TITLE_CHARS = 30, 60  # limits in the legend and on axes; hovering shows the full text
-# heights in pixels: area of a line plot, row of bars, legend line, margins above and below the area
+LABEL_CHARS, TITLE_CHARS = 30, 60  # maximum length of a label and of an axis title
+# in pixels: heights of a line plot, a row of bars and a legend line; margins above and below the plot
 HEIGHT, ROW_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
 DASHES = {"dashed": "dash", "dotted": "dot"}
@@ -28,14 +28,14 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return data and layout for Plotly.react, the figure's name and the switch's label, all escaped."""
+    """Return a figure's data and layout for Plotly.react, its name, and the label of its log-scale switch."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
     has_legend = len(set(labels)) > 1 or bool(figure.marks) or bool(figure.rows)
     legend = sum(len(label) * PIXELS_PER_CHAR + 45 for label in dict.fromkeys(labels))
     below = BOTTOM + LEGEND_HEIGHT * (1 + legend // SMALL_WIDTH) * has_legend
-    # rows are ordered from the top; their names are annotations above the bars
+    # the first row is at the top; the row names are annotations above the bars
     rows_axis: dict[str, Any] = {"range": [len(figure.rows) - 0.6, -0.7], "showticklabels": False}
     rows_axis |= {"showgrid": False, "fixedrange": True}
     row_name = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
@@ -58,7 +58,7 @@ def drawing(figure: Figure) -> dict[str, Any]:
 
 
 def text_of(text: str, limit: int = 0) -> str:
-    """Escape a text for plotly, which interprets some HTML; truncate it to `limit` characters unless 0."""
+    """Truncate a text to `limit` characters (0: no limit) and escape the HTML that plotly would interpret."""
     text = " ".join(safe(text).split())
     if limit and len(text) > limit:
         text = f"{text[: limit - 1]}\u2026"
@@ -66,7 +66,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Return a trace's legend settings. Each name is listed once; a click hides all traces of the name."""
+    """Return a trace's legend settings. Traces of the same name share an entry; a click on it hides them."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}
@@ -111,7 +111,7 @@ def _difference(greater: float | None, less: float | None) -> float | None:
 
 
 def _point(figure: Figure, line: Line, i: int) -> str:
-    """Return the hover text: `ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
+    """Return the hover text of a point: `ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
     y, x = FORMATS[figure.y.unit], FORMATS[figure.x.unit]
     ends = [end for end in (line.low[i], line.high[i]) if end is not None] if line.low else []
     interval = f" [{', '.join(map(y, ends))}]" if len(ends) == 2 else ""
@@ -149,8 +149,8 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Draw the horizontal lines. A label is above its line; but if the line is above all points, its label
-    is below it, so that it is inside the plot."""
+    """Return the shapes of the horizontal lines. A label is above its line. If the line is above all
+    points, the label is below it, to stay inside the plot."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units joined to the prefix; other units follow after a space
-HUGE = 1e300  # quotients of magnitudes above HUGE or below 1 / HUGE may overflow
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units written directly after the SI prefix; others follow a space
+HUGE = 1e300  # number() rejects larger magnitudes and zeroes those below 1 / HUGE: quotients may overflow
 
 
 def number(value: object) -> float | None:
-    """Return a number as a float: 0 if in magnitude below 1 / HUGE, None if above HUGE or not a number."""
+    """Convert a number to a float; magnitudes below 1 / HUGE become 0. Returns None if the magnitude is above
+    HUGE, or if `value` is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Format with three significant digits and a prefix from k to Z: `45.2 k tokens/s`, `21 MJ`."""
+    """Format a number with three significant digits and an SI prefix (k to Z): `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
@@ -32,7 +33,7 @@ def format_si(value: object, unit: str = "") -> str:
 
 
 def _known(text: Callable[[float], str]) -> Callable[[object], str]:
-    """Extend a number formatter to any value; non-numbers become n/a."""
+    """Wrap a formatter of floats so that it accepts any value; non-numbers become n/a."""
 
     @functools.wraps(text)
     def formatter(value: object) -> str:
@@ -43,15 +44,15 @@ def _known(text: Callable[[float], str]) -> Callable[[object], str]:
 
 
 def _scaled(scale: float, digits: str, unit: str = "") -> Callable[[object], str]:
-    """Return a formatter for a number times `scale`, in format `digits`, with a unit."""
+    """Return a formatter that multiplies by `scale`, applies the format `digits` and appends the unit."""
     return _known(lambda n: f"{scale * n:{digits}}{unit}")
 
 
-format_count = _scaled(1, ",.0f")  # an integer with separators
+format_count = _scaled(1, ",.0f")  # an integer with thousands separators
 format_gib = _scaled(1, ".2f", " GiB")  # memory given in GiB
 format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 as a percentage
-format_change = _scaled(100, "+.1f", " %")  # a gain or loss as a fraction of 1, with sign: `+4.2 %`
-format_points = _scaled(100, ".1f")  # a score up to 1, times 100 as in the tables of GLUE
+format_change = _scaled(100, "+.1f", " %")  # a relative change, with its sign: `+4.2 %`
+format_points = _scaled(100, ".1f")  # a score up to 1, multiplied by 100 as in GLUE tables
 format_decimals = _scaled(1, ".4f")  # an accuracy, a correlation, or an error whose unit is given elsewhere
 format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy, per predicted token
 format_lr = _scaled(1, ".2e")  # a learning rate
@@ -73,7 +74,7 @@ def format_duration(seconds: float) -> str:
 
 @_known
 def format_step_time(seconds: float) -> str:
-    """Format a step time in seconds with three significant digits, for comparison: `12.3 ms`, `1.23 s`."""
+    """Format a step time in seconds with three significant digits: `12.3 ms`, `1.23 s`."""
     if seconds == 0:
         return "0 s"
     scaled, unit = (1000 * seconds, "ms") if abs(seconds) < 0.9995 else (seconds, "s")
@@ -82,7 +83,7 @@ def format_step_time(seconds: float) -> str:
 
 @_known
 def format_ratio(ratio: float) -> str:
-    """Format a ratio near one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
+    """Format a ratio or speed-up with at least three digits: `1.90`, `17.6`, `1,024`."""
     return f"{ratio:,.{2 if abs(ratio) < 9.995 else 1 if abs(ratio) < 99.95 else 0}f}"
 
 
@@ -92,7 +93,7 @@ def format_interval(interval: object, text: Callable[[object], str]) -> str:
 
 
 def format_word(value: object) -> str:
-    """Format a name, a boolean as yes or no, or a list of names."""
+    """Format a name or a list of names; format a boolean as yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -106,7 +107,7 @@ def count_of(count: object, noun: str) -> str:
 
 
 def unit_of(name: str) -> Unit:
-    """Return the unit given by the last word of a metric's name."""
+    """Return the unit of a metric from the last word of its name, e.g. seconds for `step_time_s`."""
     units: dict[str, Unit] = {"s": "seconds", "gib": "gib", "share": "percent", "steps": "count"}
     return units.get(name.rpartition("_")[2], "si")
 

@@ -1,6 +1,6 @@
 """Render a Report as a self-contained HTML file, with Jinja2 for text and plotly's script for figures.
 
-The content security policy allows only the page's own scripts, which it lists by their hashes.
+The content security policy allows only the page's own scripts, which it identifies by hash.
 """
 
 import base64
@@ -17,7 +17,7 @@ from launcher.report.figures import drawing
 from launcher.report.page import Report
 
 TEMPLATES = Path(__file__).parent / "templates"
-# first bytes of every page of bert-dp
+# every bert-dp page starts with these bytes
 START = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
 )
@@ -40,7 +40,7 @@ def html(report: Report) -> str:
 
 
 def render(template: str, script: str, library: str = "", **values: Any) -> str:
-    """Render a template with `library`, if any, and `script`. The content policy allows no other script."""
+    """Render a template. The page can run only `script` (a file name) and `library` (JavaScript source)."""
     own = _read(script)
     digests = [hashlib.sha256(text.encode()).digest() for text in (library, own) if text]
     allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -68,14 +68,14 @@ def write_or_warn(report: Report, out: Path) -> bool:
 
 
 def page_issues(option: str, path: Path) -> list[Issue]:
-    """Return an issue if `path` exists and is neither a page of bert-dp nor an empty file."""
+    """Return an issue if `path` exists and is neither a bert-dp page nor an empty file."""
     if not path.exists():
         return []
     if path.is_file():
         with path.open("rb") as file:
             if file.read(len(START)) in (START.encode(), b""):
                 return []
-    message = f"{path} is not a page of bert-dp and would be overwritten"
+    message = f"{path} is not a bert-dp page and would be overwritten"
     return [Issue(option, "exists", message, str(path), hint="choose another path")]
 
 

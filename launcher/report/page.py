@@ -1,6 +1,6 @@
-"""Define reports and their tables as values, and print them on the console; html.py renders the page.
+"""Define the parts of a report, and print reports on the console; html.py renders them as pages.
 
-Each table row is a part of a result. Each column is a quantity of that part, with a unit.
+A row of a table shows one part of a result, e.g. a run. A column shows one quantity, with its unit.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "warn", "fail", "info"]
 Style = Literal["line", "dashed", "dotted", "marks", "both"]
-"""Style of a line: solid, dashed, dotted (not measured by any run), marks only, or line and marks."""
+"""Style of a line. `marks`: only marks; `both`: line and marks. A dotted line shows unmeasured values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """One finding and its evidence."""
+    """A finding and its evidence."""
 
     level: Level
     text: str
     notes: Sequence[str] = ()
-    name: str = ""  # run or task that the finding is about, if the report has several
+    name: str = ""  # the run or task concerned, if the report covers several
 
 
 @dataclasses.dataclass(frozen=True)
 class TableCell:
-    """One value of a table."""
+    """One value in a table."""
 
     text: str
-    note: str = ""  # denominator or scope
+    note: str = ""  # denominator or scope of the value
     exact: float | None = None  # unrounded value
 
 
@@ -58,28 +58,28 @@ class TableRow:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows with labels; without columns, a list of labels and values."""
+    """Labelled rows. Without column heads, a row consists of a label and one value."""
 
     rows: Sequence[TableRow]
     columns: Sequence[str] = ()  # column heads
     title: str = ""
-    corner: str = ""  # head above the labels
+    corner: str = ""  # head of the column of labels
     empty: str = "none"  # text shown if there are no rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    label: str  # includes the unit in words
+    label: str  # the quantity and its unit, in words
     unit: Unit = "si"  # number format
     log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
-    """Tick positions, e.g. the numbers of ranks that were run; empty: round numbers."""
+    """Tick positions, e.g. the measured numbers of ranks. If empty, plotly chooses round numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A named series; a y of None is a gap. `low` and `high`: an interval around each point."""
+    """A named series of points. None in `y` is a gap. `low`, `high`: the ends of each point's interval."""
 
     label: str
     x: Sequence[float]
@@ -96,11 +96,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One part of each row of a figure. The parts of a row are stacked."""
+    """One segment of the stacked bar in each row of a figure."""
 
     label: str
     parts: Sequence[float | None]
-    texts: Sequence[str] = ()  # hover texts; if empty, each part in the unit of the x axis
+    texts: Sequence[str] = ()  # hover texts; default: the formatted values
 
     @property
     def values(self) -> list[float]:
@@ -109,7 +109,7 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal or vertical reference line. The legend lists the vertical lines."""
+    """A horizontal or vertical reference line. The legend lists only the vertical ones."""
 
     label: str
     value: float
@@ -118,7 +118,7 @@ class ReferenceLine:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Lines over x and y, or horizontal bars in named rows."""
+    """A line plot, or horizontal stacked bars in named rows."""
 
     title: str
     traces: Sequence[Line | Bars]
@@ -128,11 +128,11 @@ class Figure:
     levels: Sequence[ReferenceLine] = ()  # horizontal lines
     marks: Sequence[ReferenceLine] = ()  # vertical lines
     note: str = ""
-    switch: bool = False  # offer a logarithmic x axis
+    switch: bool = False  # True: the page offers a logarithmic x axis
 
     @property
     def is_empty(self) -> bool:
-        """Return True if no trace has measured values; dotted lines have none."""
+        """Return True if there are no measured values. Dotted lines do not count."""
         return not any(t.values for t in self.traces if not (isinstance(t, Line) and t.style == "dotted"))
 
 
@@ -149,51 +149,51 @@ class ReportSection:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of a verb."""
+    """Report of a command: title, verdicts, tables and figures."""
 
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
-    tiles: Sequence[TableRow] = ()  # rows with one number to highlight
+    tiles: Sequence[TableRow] = ()  # rows whose only value is highlighted
     sections: Sequence[ReportSection] = ()
     next: str = ""  # suggested next command
 
 
 def cell(value: object, unit: Unit, note: str = "") -> TableCell:
-    """Return a cell with a value in the format of its unit, and the unrounded value."""
+    """Return a table cell that shows a value in the format of its unit."""
     exact = value if isinstance(value, float) and math.isfinite(value) else None
     return TableCell(FORMATS[unit](value), note, exact)
 
 
 def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> TableRow:
-    """Return a row with one number."""
+    """Return a table row with a label and a number."""
     return TableRow(label, (cell(number, unit, note),), console=console)
 
 
 def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
-    """Return a row with one text."""
+    """Return a table row with a label and a text."""
     return TableRow(label, (TableCell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Split points into x and y. Omit points whose x is not a number; a y that is not a number is a gap."""
+    """Split points into x and y. Omit points whose x is not a number; replace y by None if not a number."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def first_line(text: object) -> str:
-    """Return the first non-empty line of a cause, or "cause not recorded"."""
+    """Return the first non-empty line of a text, or "cause not recorded" if it is empty."""
     return next((line for line in str(text or "").strip().splitlines() if line), "cause not recorded")
 
 
 def record(title: str, content: Mapping[str, Any]) -> ReportSection:
-    """Return a nested record as YAML in a collapsed section, shown only on the page."""
+    """Return a collapsed section that shows a nested record as YAML, only on the page."""
     text = yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
     return ReportSection(title, text=text, folded=True, console=False)
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Format `front`, then processor, torch version, commit and date, as far as they are known."""
+    """Join `front` and the known facts of `environment`: processor, torch version, commit and date."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]
@@ -209,13 +209,13 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
 
 
 def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
-    """Return lines describing the machine and the method."""
+    """Return two lines that describe the machine and the method."""
     trial = f"trials on {count_of(result.ranks, 'rank')}"
     return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
 
 
 def status_verdicts(result: Measurement) -> list[Verdict]:
-    """Return a verdict if the measurement failed or is partial."""
+    """Return a verdict if the measurement failed or is partial, else []."""
     if result.status == "failed":
         return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
@@ -225,10 +225,10 @@ def status_verdicts(result: Measurement) -> list[Verdict]:
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """One value shown for a part of a result: a field, or a function of the part."""
+    """A quantity to show for each part of a result: a field, or a function of the part."""
 
     path: str | Callable[[Any], object]
-    """Dotted path of the field, or a function that returns a value in `unit` or a TableCell."""
+    """Dotted path of the field, or a function that maps the part to a value in `unit` or to a TableCell."""
     head: str  # column head, without the unit
     unit: Unit = "si"
 
@@ -239,7 +239,7 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Quantity):
-    """A ratio, shown as `not measurable` if its interval (at the path `interval`) is too wide."""
+    """A ratio with the path of its interval. It is shown as `not measurable` if the interval is too wide."""
 
     interval: str = ""
 
@@ -255,7 +255,7 @@ class Ratio(Quantity):
         return number(self.of(part))
 
     def text(self, part: object) -> str:
-        """Return the value with its interval: `80.0 % [78.0 % to 82.0 %]`."""
+        """Return the formatted value with its interval: `80.0 % [78.0 % to 82.0 %]`."""
         shown, interval = cell_of(part, self).text, at(part, self.interval)
         if self.number(part) is None or interval is None:
             return shown
@@ -265,7 +265,7 @@ class Ratio(Quantity):
 def at(part: object, path: str) -> Any:
     """Look up a dotted path of fields, keys and interval ends, e.g. `step_time_s.ci95.low`.
 
-    Return None if any part of the path is null. For the lists `repeats` and `runs`, return their length.
+    Return None if a value on the path is None. For the lists `repeats` and `runs`, return their length.
     """
     for key in path.split("."):
         if part is None:
@@ -302,7 +302,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
 
 
 def show_report(console: Console, report: Report, page: Path | None = None, *, titled: bool = False) -> None:
-    """Print a report, the path of its page and the suggested next command, if there are any."""
+    """Print a report, then the path of its page and the suggested next command, if any."""
     from rich.console import Group
 
     show(console, Group(*_parts(report, console, titled=titled)))
@@ -320,14 +320,14 @@ def show_result(
 
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
-    """Print the path of the page and the suggested next command, if there are any."""
+    """Print the path of the page and the suggested next command, if any."""
     for label, what in (("page", page), ("next", runnable(report.next))):
         if what:
             show(console, f"{label}: {what}", **PLAIN)
 
 
 def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[RenderableType]:
-    """Yield the title if `titled`, the tables and notes, then the verdicts."""
+    """Yield the title if `titled`, then the tables and notes of all sections, then the verdicts."""
     from rich.text import Text
 
     if titled:
@@ -351,7 +351,7 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 
 
 def _tables(table: Table, console: Console) -> list[RichTable]:
-    """Return the table. If it is too wide, split its columns into parts that fit, each with row labels."""
+    """Render a table. If it is too wide, split its columns over several tables that repeat the labels."""
     from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -370,7 +370,7 @@ def _tables(table: Table, console: Console) -> list[RichTable]:
             made.add_row(Text(safe(row.label)), *(Text(safe(row.cells[i].text)) for i in columns))
         return made
 
-    if not table.columns:  # labels and values with denominators
+    if not table.columns:  # each row is a label and a value with its note
         pairs = RichTable(box=None, pad_edge=False, show_header=False)
         pairs.add_column(no_wrap=True)
         pairs.add_column(overflow="fold")

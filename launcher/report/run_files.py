@@ -1,4 +1,4 @@
-"""Read the files of a complete or crashed run. Missing, torn and foreign files are tolerated."""
+"""Read the files of a run, complete or crashed. Missing, truncated and damaged files are tolerated."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS divide `train`
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS are the parts of `train`
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
-NUM_STRETCHES = 500  # a long metrics.jsonl is split into this many parts; at most five lines of each are kept
+NUM_STRETCHES = 500  # a long log is split into this many parts; at most five lines of each are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +29,20 @@ class RunFiles:
 
     path: Path
     name: str
-    finished: bool  # True if summary.json was written
-    summary: Summary  # summary.json, completed from the last lines of the logs
+    finished: bool  # True if summary.json is valid
+    summary: Summary  # summary.json, completed with the last lines of the logs
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
     missing: list[str]  # descriptions of missing and damaged files
-    heldout: HeldOut  # denominator of the held-out loss, if known
+    heldout: HeldOut  # scores of the last evaluation, and the denominator of its loss
     training_unit: str  # unit of the training loss
-    prediction: Mapping[PredictedName, PlannedFigure]  # made by `bert-dp plan`
+    prediction: Mapping[PredictedName, PlannedFigure]  # figures predicted by `bert-dp plan`
 
 
 def load(run_dir: Path) -> RunFiles:
-    """Read the existing files of a run directory."""
+    """Read the files of a run directory; list missing and damaged files in `missing`."""
     missing: list[str] = []
     summary = _summary(run_dir / "summary.json", missing)
     settings: dict[str, Any] = {}
@@ -81,8 +81,8 @@ def load(run_dir: Path) -> RunFiles:
 
 
 def list_runs(directory: Path) -> list[dict[str, Any]]:
-    """Return a flat record per run in a directory, most recently changed first: its progress, then its
-    settings by name. `age_s`: seconds since the run's last logged line or its end."""
+    """Return a flat record of each run in a directory, most recently changed first. A record contains the
+    run's progress, then its settings. `age_s`: seconds since the run last changed one of its files."""
     rows = []
     for path in (file.parent for file in directory.glob("*/config.yaml")):
         run = load(path)
@@ -119,7 +119,7 @@ def is_running(run_dir: Path) -> bool:
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:
     """Read summary.json. If it cannot be read, return None and add the problem to `missing`."""
-    problem = "missing or torn"
+    problem = "missing or truncated"
     if (data := files.read_json(path)) is not None:
         try:
             return Summary.model_validate(data)
@@ -130,11 +130,11 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
 
 
 def _completed(summary: Summary | None, logged: Summary) -> Summary:
-    """Complete the summary of a run that was killed, or stopped before its next evaluation."""
+    """Add logged values to the summary of a run that was killed, or stopped before its next evaluation."""
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}
-    if summary.samples is not None:  # written by rank 0, so only the last evaluation may be missing
+    if summary.samples is not None:  # rank 0 wrote it, so only the last evaluation can be missing
         is_later = summary.status != "done" and summary.heldout_loss is None
         unknown = {"heldout", "heldout_loss", "heldout_step"} if is_later else set()
     return summary.model_copy(update={name: getattr(logged, name) for name in unknown})
@@ -147,7 +147,7 @@ def _logged(
     config: Config | None,
     environment: Mapping[str, Any],
 ) -> Summary:
-    """Build a summary from the files of the run other than summary.json."""
+    """Build a summary without summary.json, from the other files of the run."""
     last, newest = metrics[-1] if metrics else {}, evals[-1] if evals else None
     known: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     known["final_loss"] = last.get("loss")
@@ -169,8 +169,8 @@ def _logged(
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """Sample the lines of a file. From each of NUM_STRETCHES parts, keep the first and last line, the first
-    line without a loss and, so that spikes stay visible, the lines with the lowest and highest loss."""
+    """Sample the lines of a log. From each of NUM_STRETCHES parts, keep the first line, the last line, the
+    first line without a loss, and the lines with the lowest and highest loss, so that spikes stay visible."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -186,5 +186,5 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
         chosen |= {choose(finite)[1] for choose in (min, max) if finite}
         kept += [part[i] for i in sorted(chosen)]
     if num_lines != num_read or not num_lines:
-        missing.append(f"{path.name} is torn or empty: {num_read:,} complete lines read")
+        missing.append(f"{path.name} is truncated or empty: {num_read:,} complete lines read")
     return kept

@@ -1,4 +1,4 @@
-"""Report one run or compare several: the outcome, and every number with its denominator."""
+"""Build the report of one run or the comparison of several. Each number is shown with its denominator."""
 
 import collections
 import contextlib
@@ -44,10 +44,10 @@ from launcher.stats import NORMAL
 
 
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
-    """Return the half-width in nats of the loss's 95 % interval; None if the interval was not measured.
+    """Return the half-width of the held-out loss's 95 % interval, in the loss's unit; None if not measured.
 
-    `seeds`: losses of several seeds on the same text; the loss is their mean. The text's sampling
-    error and the error of the mean over the seeds are added as independent errors.
+    `seeds`: losses of several runs on the same text, whose mean is the loss. The sampling error of the text
+    and the error of this mean are independent, so they are added in quadrature.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -78,7 +78,7 @@ def basis_of(heldout: HeldOut) -> str:
 
 
 def scores_text(heldout: HeldOut) -> str | None:
-    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None if no example was scored."""
+    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None if the run has no scores."""
     if heldout.scores is None:
         return None
     names = {name: score_name(name, heldout).replace("/", " ") for name in heldout.scores}
@@ -87,17 +87,17 @@ def scores_text(heldout: HeldOut) -> str | None:
 
 
 def score_name(name: str, heldout: HeldOut) -> str:
-    """Return the split and metric, with the averaging of f1: `dev/f1 (macro)`."""
+    """Return the name of a score, split/metric. For f1, append its averaging: `dev/f1 (macro)`."""
     average = f" ({heldout.f1_average})" if name.endswith("/f1") and heldout.f1_average else ""
     return name + average
 
 
 HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
-"""Pattern for topic and label of the rows that a run's page highlights."""
-MAX_PASSES = 4  # passes up to which repeated text is worth almost as much as new text (arXiv 2305.16264)
+"""Pattern of `topic label` for the rows that a run's page highlights."""
+MAX_PASSES = 4  # up to this many, repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
-"""Parts of the wall time in order, with training divided into its parts."""
+"""Labels of the parts of the wall time, in order. Training is replaced by its parts."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> page.Report:
@@ -130,10 +130,10 @@ def of_directories(run_dirs: Sequence[Path]) -> page.Report:
 
 
 def _next(run: RunFiles) -> str:
-    """Return the command to export a trained model, retry a diverged run at half the lr, or resume."""
+    """Suggest a command: export a finished run, halve a diverged run's learning rate, or resume the run."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
-        if run.config.get("task"):  # an export would need the code of the task, which only training executes
+        if run.config.get("task"):  # an export needs the custom task's code, which only training executes
             return ""
         kind: Kind = "mlm" if run.heldout.examples is None else "classifier"
         form = "onnx"
@@ -146,7 +146,7 @@ def _next(run: RunFiles) -> str:
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
-    several = "nodes" in run.environment  # --nproc then counts the ranks of one node
+    several = "nodes" in run.environment  # with several nodes, --nproc means the ranks of one node
     ranks = "" if several or run.summary.world_size is None else f" --nproc {run.summary.world_size}"
     return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
@@ -155,7 +155,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
     summary, measured = run.summary, run.heldout
     step = f"step {format_count(summary.step)}"
     if not run.finished:
-        return "warn", f"No end recorded: still running or killed. Last logged: {step}."
+        return "warn", f"No end recorded: the run is still running or was killed. Last logged: {step}."
     if summary.status == "failed":
         cause = page.first_line(summary.failure.headline() if summary.failure else None)
         return "fail", f"Failed after {step} (exit code {summary.exit_code}): {cause}"
@@ -180,7 +180,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Warn about MAX_PASSES or more passes over the pretraining data, except over the built-in corpus."""
+    """Return a warning about MAX_PASSES or more passes over the training text, except the built-in corpus."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
@@ -205,7 +205,7 @@ CURVES = (
     ("Gradient norm", "grad_norm", Axis("L2 norm of the step's gradient, before clipping")),
     ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
 )
-"""Title, key in metrics.jsonl and y axis of the figures over tokens."""
+"""Title, key in metrics.jsonl and y axis of each figure whose x axis is tokens."""
 
 
 def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
@@ -219,8 +219,8 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
-    """Plot training and held-out loss, and the losses of context-free models. `runs`: comparable runs, each
-    with its index among all runs."""
+    """Plot the training and held-out losses, with the losses of context-free models as reference lines.
+    `runs`: comparable runs, each with its index among all runs."""
     many = len(runs) > 1 or groups > 1
     style: page.Style = "dashed" if many else "both"
     lines, levels = [], {}
@@ -269,13 +269,13 @@ def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
 def _split(summary: Summary) -> dict[str, float]:
     """Return the seconds of each known part of the wall time, with training split into its parts."""
     seconds = dict(summary.time_s)
-    if seconds:  # the parts may exceed `train`, because the clocks of host and device overlap a little
+    if seconds:  # the parts may exceed `train`: host and device times overlap slightly
         named = sum(seconds.get(part, 0.0) for part in TRAIN_PARTS)
         seconds["other"] = max(0.0, seconds.get("train", 0.0) - named)
     return {part: seconds[part] for part in SPLIT if part in seconds}
 
 
-# --- numbers: the rows of each topic, in TOPICS
+# --- numbers: TOPICS maps each topic to the function that returns its rows
 
 
 def _numbers(runs: Sequence[RunFiles]) -> page.Table:
@@ -339,14 +339,14 @@ def _share_interval(share: float, n: int) -> str:
 
 
 def _measured_at(summary: Summary) -> str:
-    """Format the step of the held-out loss; "" if it is the run's last step."""
+    """Format the step at which the held-out loss was measured; "" if it is the run's last step."""
     if summary.heldout_step is None or summary.heldout_step == summary.step:
         return ""
     return f"at step {format_count(summary.heldout_step)}, "
 
 
 def _since(summary: Summary) -> str:
-    """Format the first step that rates, times and memory cover; "" if they cover the whole run."""
+    """Format the step from which rates, times and memory are counted; "" if they cover the whole run."""
     return f", since step {format_count(summary.since_step)}" if summary.since_step else ""
 
 
@@ -428,8 +428,8 @@ def _times(run: RunFiles) -> list[TableRow]:
     if wall and summary.command_s is not None and not summary.restarts:
         rest = max(0.0, summary.command_s - wall)
         note = (
-            f"the rest of {format_duration(summary.command_s)} from the command to the end of the last rank: "
-            "checks, data, starting and stopping processes"
+            f"{format_duration(summary.command_s)} from the start of the command to the end of the last rank "
+            "minus the wall time: checks, data, starting and stopping processes"
         )
         rows.append(value("start-up", rest, "duration", note))
     if parts:
@@ -442,15 +442,15 @@ def _times(run: RunFiles) -> list[TableRow]:
 
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
-    # tokens since this start, which the energy covers
+    # tokens since this start of the run; the energy covers the same period
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
     each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
     amounts = [
         ("energy", summary.energy_j, "J", f"{each} per million tokens, {_ranks(summary)}{since}"),
         ("cost", spent.dollars, "$", price),
-        ("energy of all starts", spent.kwh, "kWh", f"source: {spent.energy_origin or 'none'}; times run.pue"),
-        ("CO2", spent.co2_kg, "kg", "energy of all starts in kWh x run.grams_co2_per_kwh / 1000"),
+        ("total energy", spent.kwh, "kWh", f"source: {spent.energy_origin or 'none'}; times run.pue"),
+        ("CO2", spent.co2_kg, "kg", "total energy in kWh x run.grams_co2_per_kwh / 1000"),
     ]
     memory = f"highest of {_ranks(summary)}{since}"
     rows = [
@@ -461,7 +461,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     if summary.failed_saves:
         rows.append(value("failed saves", summary.failed_saves, "count", f"see the log{since}"))
     if summary.failed_writes:
-        note = "lines missing in logs and records"
+        note = "lines missing from logs and records"
         rows.append(value("failed writes", summary.failed_writes, "count", note))
     return rows
 
@@ -498,7 +498,7 @@ TOPICS = {
 
 # --- classes of a finetuned run
 
-MAX_CLASSES = 50  # most classes in a readable matrix
+MAX_CLASSES = 50  # a larger matrix would be unreadable
 
 
 def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
@@ -534,7 +534,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
 
 
 def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
-    """Return the settings that differ, then the runs by held-out loss, with a table per comparable group."""
+    """Return a section of the settings that differ, and one that ranks the runs of each comparable group."""
     groups = _comparable(runs)
     settings, rows = [flat(run.config) for run in runs], []
     for key in sorted({key for setting in settings for key in setting}):
@@ -548,7 +548,7 @@ def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
 
 
 def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
-    """Group runs whose losses are comparable: same task, vocabulary and share of masked tokens."""
+    """Group runs whose losses are comparable: same task, labels, vocabulary and mask rate."""
     groups: dict[str, list[RunFiles]] = {}
     for run in runs:
         settings, tokenizer = flat(run.config), run.path / files.TOKENIZER
@@ -560,7 +560,7 @@ def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
 
 
 def _ranking(runs: Sequence[RunFiles]) -> page.Table:
-    """Return a table of runs, lowest held-out loss first, with the difference from the first."""
+    """Rank runs by held-out loss, lowest first, with the difference from the first run."""
 
     def loss_of(run: RunFiles) -> float:
         loss = number(run.summary.heldout_loss)
@@ -584,14 +584,14 @@ def _ranking(runs: Sequence[RunFiles]) -> page.Table:
 
 
 def _difference(best: RunFiles, run: RunFiles) -> TableCell:
-    """Return the difference of two held-out losses, with its interval if the sequences match."""
+    """Return the loss of `run` minus that of `best`, with an interval if both used the same sequences."""
     a, b = best.summary.heldout_loss, run.summary.heldout_loss
     if a is None or b is None:
         return TableCell(NA)
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # same evaluation
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # files of these evaluations
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)

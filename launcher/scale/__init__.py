@@ -1,1 +1,1 @@
-"""Benchmark scaling over a grid of cells. A cell is a mode, an engine and a number of ranks."""
+"""Benchmark a grid of cells. A cell is one combination of mode, engine and number of ranks."""

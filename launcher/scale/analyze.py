@@ -1,4 +1,4 @@
-"""Compute scaling.json from the run records of a grid, and diagnose the largest loss of each cell."""
+"""Compute scaling.json from the run records of a grid, and diagnose each cell's loss of efficiency."""
 
 import contextlib
 import math
@@ -20,7 +20,7 @@ from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, Diagnosi
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # allowed relative deviation
-MAX_DISAGREEMENT = 0.05  # largest difference of two measures of exposed communication, share of a step
+MAX_DISAGREEMENT = 0.05  # allowed difference of two measures of exposed communication, as a share of a step
 Facts = dict[str, Any]
 
 
@@ -55,7 +55,7 @@ def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
 
 
 class CellRuns:
-    """Repeats of one cell, and the figures that need no other cell."""
+    """Repeats of one cell, and the figures that are computed from them alone."""
 
     def __init__(self, cell: GridCell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
         self.cell, self.repeats = cell, repeats
@@ -67,10 +67,10 @@ class CellRuns:
         self.tokens_per_s = self.tokens / self.mean_s
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
-        """Return the step times of the slowest rank in seconds, because all ranks wait for it in every step.
+        """Return the job's step times in seconds: those of the slowest rank, because the others wait.
 
-        Independent copies do not synchronize: their throughputs add up, so the mean step time of the job is
-        the harmonic mean over the copies. Each copy's times are weighted by the derivative of that mean.
+        Independent copies do not wait for each other. Their throughputs add up, so the job's mean step time
+        is the harmonic mean over the copies. Each copy's times are weighted by the derivative of that mean.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -82,7 +82,7 @@ class CellRuns:
         return [sum(w * s for w, s in zip(weights, ranks, strict=True)) for ranks in by_step]
 
     def part(self, name: str) -> float:
-        """Return the mean seconds of a part of a step, over the ranks and steps of the median repeat.
+        """Return the mean seconds of a part of a step, over all ranks and steps of the median repeat.
 
         All parts come from the same repeat, so that they sum to its step. With an even number of repeats, the
         two middle repeats are averaged.
@@ -93,15 +93,15 @@ class CellRuns:
         return statistics.fmean(statistics.fmean(s for rank in ranks for s in rank) for ranks in repeats)
 
     def share_interval(self, name: str) -> list[float] | None:
-        """Return the interval, over the repeats, of a part's share of a step; None for one repeat."""
+        """Return the 95 % interval, over repeats, of a part's share of a step; None for one repeat."""
         totals = [[sum(map(sum, r.parts[part])) for part in (name, "step_s")] for r in self.repeats]
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the slowest rank, and the ratio of its compute time to the median of the other ranks.
+        """Return the straggler figures: the slowest rank's compute time / the median of the other ranks'.
 
-        The ratio is computed within each repeat. The result is {} for fsdp, DeepSpeed and tensor parallelism,
-        because their ranks synchronize in the forward pass.
+        The ratio is the geometric mean over repeats. Returns {} for one rank, and for fsdp, DeepSpeed and
+        tensor parallelism, whose ranks synchronize in the forward pass.
         """
         ranks = range(self.cell.world_size)
         # seconds, [repeat][rank]
@@ -123,7 +123,7 @@ class CellRuns:
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
-    """Return the complete repeats of a cell, or [] if one failed, and the status of the cell."""
+    """Return the complete repeats of a cell ([] if one has failed), and the cell's status and cause."""
     repeats, settings = [], grid.settings
     for repeat in range(settings.repeats):
         directory = run_dir(out, cell, repeat)
@@ -221,7 +221,7 @@ def _efficiencies(
     out: Facts = {}
 
     def add(name: str, over: CellRuns, base: CellRuns | None, count: int = 1) -> None:
-        """Add the throughput of `over` / (`count` x the throughput of `base`) with its interval."""
+        """Add throughput of `over` / (`count` x throughput of `base`), with its interval, to `out`."""
         if base is not None:
             interval = stats.ratio_interval(base.draws, over.draws, over.tokens / base.tokens / count)
             out[name], out[f"{name}_ci95"] = over.tokens_per_s / base.tokens_per_s / count, interval
@@ -240,8 +240,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the time that the forward and backward passes and the optimizer phase (in which
-    ZeRO-1 waits) take beyond those of the ceiling, for the same tokens per rank.
+    Exposed communication is the extra time compared with the ceiling, for the same tokens per rank. It
+    occurs in the forward and backward passes and, with ZeRO-1, in the optimizer phase.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -258,7 +258,7 @@ def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
 
 
 def _ddp_exposed(measured: CellRuns) -> float | None:
-    """Return the share of a step that DDP counts as exposed communication, or None if it is not counted."""
+    """Return the share of a step that DDP counts as exposed communication; None if nothing was counted."""
     if measured.cell.world_size == 1 or measured.cell.tensor > 1:
         return None
     counted = [statistics.median(r.exposed_s) / measured.mean_s for r in measured.repeats if r.exposed_s]
@@ -266,7 +266,7 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with those of the single-rank run; {} unless the mode is strong."""
+    """Compare the first repeat's losses with those of the single-rank run. {} if not comparable."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
@@ -281,11 +281,11 @@ def _flags(cell: CellMeasurement) -> list[str]:
     """Return the caveats that apply to the figures of a cell."""
     flags, skipped = [], cell.skipped_steps
     if skipped:
-        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients) but count as steps")
+        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients) but are timed as steps")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: the single-rank run did not log the same steps")
     if cell.loss_agrees is False:
-        flags.append(f"not the same model: losses deviate from the single-rank run by {cell.loss_deviation}")
+        flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation} (relative)")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
     if sent is not None and sent[0] > 1:
         flags.append("faster than its ceiling: the engine does less work per rank than an independent copy")
@@ -293,17 +293,17 @@ def _flags(cell: CellMeasurement) -> list[str]:
         low, high = 1 - sent[1], 1 - sent[0]
         if not low - MAX_DISAGREEMENT <= counters <= high + MAX_DISAGREEMENT:
             flags.append(
-                f"exposed communication: {100 * low:.1f} % to {100 * high:.1f} % of a step by the ceiling, "
-                f"{100 * counters:.1f} % by DDP's own counters"
+                f"exposed communication: {100 * low:.1f} % to {100 * high:.1f} % of a step according to the "
+                f"ceiling, {100 * counters:.1f} % according to DDP's counters"
             )
     return flags
 
 
 # --- verdicts
 
-LOSS_BOUND = 0.05  # smallest reported loss, as a share of a step or of the possible throughput
+LOSS_BOUND = 0.05  # smallest reported loss of efficiency, or share of a step spent waiting for data
 LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
-MIN_EFFICIENCY = 0.95  # a cell scales if its whole efficiency interval is at least this
+MIN_EFFICIENCY = 0.95  # a cell scales if the low end of its efficiency interval reaches this
 MEASURE_MORE = "raise --repeats or --steps"
 
 EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
@@ -313,13 +313,13 @@ STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
 
 
 def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Return the diagnoses of all finished cells with two or more ranks, and of the fastest engines."""
+    """Diagnose each finished cell with two or more ranks, and compare the engines."""
     runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
     return [*(diagnose_cell(cell) for cell in runs if cell.status != "pending"), *_compare_engines(runs)]
 
 
 def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
-    """Return the failure of a cell, its largest loss, or the reason why no loss is reported."""
+    """Diagnose a cell: its failure, its largest loss of efficiency, or the reason why none is named."""
     if cell.status == "oom":
         hint = "lower batch.micro_size, or use zero1 or fsdp"
         return _diagnosis(cell, "out_of_memory", str(cell.cause), hint)
@@ -334,7 +334,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     reached = f"efficiency {EFFICIENCY.text(cell)}"
     if low > 1:
         evidence = f"{reached}: each rank is faster than the single rank of the baseline"
-        hint = "measure the baseline again on the same machine in the same state"
+        hint = "measure the baseline again under the same conditions"
         return _diagnosis(cell, "above_baseline", evidence, hint)
     if losses := sorted(_losses(cell), reverse=True):
         first, *others = losses
@@ -348,17 +348,17 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
         evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no loss exceeds its bound"
         return _diagnosis(cell, "intervals_overlap", evidence)
     evidence = f"{reached}; no single loss has an interval entirely beyond its bound"
-    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and see the parts of the step")
+    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 
 class _Loss(NamedTuple):
-    """A loss from one cause, with an interval entirely beyond its bound."""
+    """A loss of efficiency from one cause. The whole interval of its measure is beyond the bound."""
 
     share: float  # share of a step
     kind: DiagnosisKind
     evidence: str
     hint: str
-    detail: str = ""  # text after the name of the kind
+    detail: str = ""  # text that follows the kind in the verdict
 
 
 def _losses(cell: CellMeasurement) -> list[_Loss]:
@@ -388,7 +388,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
     host = cell.launch_fraction
     if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
         # host time includes the wait for data, which is a separate loss
-        evidence = f"the host needs {_share_text(host, cell.launch_fraction_ci95)} of a step to enqueue it"
+        evidence = f"enqueueing a step takes {_share_text(host, cell.launch_fraction_ci95)} of the step time"
         losses.append(_Loss(host - wait, "launch_bound", evidence, "use compile: on or a larger micro batch"))
     return losses
 
@@ -406,8 +406,8 @@ def _share_text(share: float, interval: Sequence[float] | None) -> str:
 
 
 def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Find the fastest of several engines for each mode and N. The interval of its throughput ratio to every
-    other engine must be entirely above 1."""
+    """Compare the engines for each mode and number of ranks. An engine is the fastest only if the interval of
+    its throughput ratio to every other engine is entirely above 1."""
     out = []
     for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
         ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]
@@ -431,7 +431,7 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
 
 
 def _throughput_ratio(cell: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
-    """Return an interval of the ratio of two throughputs, from the ends of both step-time intervals."""
+    """Return the interval of the ratio of two throughputs, from the ends of both step-time intervals."""
     steps = [(each.step_time_s and each.step_time_s.ci95) or (0.0, math.inf) for each in (cell, other)]
     (low, high), (other_low, other_high) = steps
     batches = cell.global_batch / other.global_batch

@@ -1,4 +1,4 @@
-"""`bert-dp scale`: run a grid of cells; measure all-reduces, and one rank's step profile and matmul rate."""
+"""Run a scaling benchmark (`bert-dp scale`): all cells, all-reduces, a step profile and a matmul rate."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ PLAN = "grid.json"
 MUST_MATCH = ("config_hash", "settings", "cells")
 MAY_INCREASE = ("settings.repeats",)
 SIZES = tuple(4**k for k in range(6, 14))  # message sizes in bytes, 4 KiB to 64 MiB
-SIZE_S = 0.3  # seconds per message size
+SIZE_S = 0.3  # seconds of measurement per message size
 
 
 def scale(
@@ -36,7 +36,7 @@ def scale(
 ) -> int:
     """Run the benchmark and return the exit code. `predict` returns predictions for the measured cells.
 
-    Raise ConfigError before the first run, with the issues of all cells that cannot run.
+    Raises ConfigError with all issues before the first run.
     """
     setup = job.load(name, overrides)
     folder = setup.directory(how.out, "scaling")
@@ -61,7 +61,7 @@ def scale(
 
 
 def plan_of(grid: Grid) -> models.GridFile:
-    """Return the contents of grid.json as JSON values, which can be compared with a stored grid.json."""
+    """Return the contents of grid.json. All values are plain JSON, for comparison with a stored file."""
     return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
@@ -87,12 +87,12 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
-        reason = "the batch cannot be split among independent copies, or they do not fit in memory"
-        log(f"warning: {mode}, {n} ranks: cannot measure ceiling and exposed communication: {reason}")
+        reason = "the batch cannot be split among independent copies, or the copies do not fit in memory"
+        log(f"warning: {mode}, {n} ranks: cannot measure ceiling and exposed communication, because {reason}")
     for line in grid.overridden(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
-        log("warning: more CPU ranks than cores: efficiency is meaningless")
+        log("warning: there are more CPU ranks than cores, so efficiency is meaningless")
 
 
 def measure(
@@ -153,7 +153,8 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
 def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
     """Return the cores on which `ranks` CPU ranks run; None for GPUs.
 
-    Each rank has as many cores as in the largest cell. If that has more ranks than cores, return all cores.
+    In every cell, a rank has as many cores as in the largest cell. If the largest cell has more
+    ranks than this process has cores, return all cores.
     """
     if grid.on_gpu:
         return None
@@ -163,7 +164,7 @@ def cores_of(grid: Grid, ranks: int) -> tuple[int, ...] | None:
 
 
 def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write links-N.json for each number of ranks N, with the times of all-reduces of several sizes."""
+    """Measure all-reduces of several sizes for each number of ranks N, and write links-N.json."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
         if results.find(path, models.MeasuredLink) is not None:
@@ -177,7 +178,7 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
 
 
 def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write profile.json (the profile of one rank's step) and peak.json (the matmul rate of its device)."""
+    """Measure one rank's step and its device's matmul rate; write profile.json and peak.json."""
     config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
@@ -189,6 +190,6 @@ def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
     ]
     for file, model, program, arguments in programs:
         if results.find(runs.out / file, model) is None:
-            log(f"measuring {file} on one device")
+            log(f"measuring one device for {file}")
             if lines := runs.helper(f"bert_dp.measure.{program}", arguments, cores_of(grid, 1)):
                 results.write(runs.out / file, results.parse(lines[-1], model, file))

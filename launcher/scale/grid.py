@@ -22,7 +22,7 @@ OVERRIDDEN = {
     "parallel.tensor": "set by --tensor",
     **{f"schedule.{name}": "set by --steps" for name in BUDGETS},
 }
-"""Settings that the benchmark overrides: prefix of the name -> reason."""
+"""Reasons why the benchmark overrides settings, by prefix of the setting's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Settings:
     launcher: str
     repeats: int
     steps: int  # timed optimizer steps per run
-    warm_up: int  # untimed steps before the timed ones, which fill caches and memory pools
-    accumulation: int | None  # micro batches per step in weak mode; None = 1
+    warm_up: int  # untimed steps that first fill caches and memory pools
+    accumulation: int | None  # micro batches per step in weak mode; None: 1
 
 
 def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
-    """Return the run directory of a repeat of a cell."""
+    """Return the run directory of one repeat of a cell."""
     return out / "runs" / f"{cell.id}-r{repeat}"
 
 
@@ -49,9 +49,10 @@ class Grid:
     """Cells of a benchmark for one configuration, and the issues of cells that cannot run.
 
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
-    ranks. Strong mode: the global batch stays as configured, so accumulation shrinks. Each mode has the
-    baselines `single` and ddp on one rank and, for N ranks, a ceiling of N independent copies with the same
-    samples per rank. A ceiling is omitted if its batch does not divide evenly or does not fit in memory.
+    ranks. Strong mode: the global batch stays as configured, so accumulation shrinks as ranks are added.
+    Each mode has two baselines on one rank, `single` and ddp. For each larger number of ranks, it also has a
+    ceiling: as many independent copies, with the same samples per rank. A ceiling is omitted if its batch
+    cannot be split evenly or if the copies do not fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
@@ -108,13 +109,13 @@ class Grid:
         batch = self.config.batch
         if mode == "strong":
             return batch.global_size
-        if ranks % tensor:  # the number of replicas must be whole
+        if ranks % tensor:  # each replica consists of `tensor` ranks
             message = f"{tensor} does not divide {ranks} ranks"
             raise ConfigError([Issue("--tensor", "does_not_divide", message, tensor, "--nproc")])
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
     def _config(self, engine: str, tensor: int, global_size: int) -> Config:
-        """Return the user's configuration with the engine, batch and steps of a cell, without checkpoints."""
+        """Return the user's configuration with a cell's engine, batch and number of steps."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
         if "fsdp_replicas" not in engine_facts(name).settings:
@@ -136,7 +137,7 @@ class Grid:
         return self._config(cell.engine, cell.tensor, cell.global_batch)
 
     def overridden(self, overrides: Sequence[str]) -> list[str]:
-        """Return a warning for each of the user's overrides `a.b=value` that has no effect on any cell."""
+        """Return a warning for each of the user's overrides (`a.b=value`) that has no effect on any cell."""
         reasons = dict(OVERRIDDEN)
         if "strong" not in self.settings.modes:
             reason = "in weak mode, the global batch is micro batch x accumulation x replicas"
@@ -151,7 +152,7 @@ class Grid:
     def order(self) -> Iterator[tuple[GridCell, int]]:
         """Yield each (cell, repeat) in the order of execution, which is the same in every call.
 
-        Each repeat orders the cells at random, so that drift of the machine affects all cells alike.
+        Each repeat shuffles the cells, so that a drift in the machine's speed affects all cells alike.
         """
         draw = random.Random(len(self.cells))  # noqa: S311 (not used for security)
         for repeat in range(self.settings.repeats):

@@ -1,10 +1,10 @@
 """Define the models of the files that `bert-dp scale` writes.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
-are fractions. An interval is [low, high] at 95 %. null means that a value was not measured.
+are fractions. Intervals are 95 % confidence intervals, [low, high]. null means that a value was not measured.
 """
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -30,7 +30,7 @@ DiagnosisKind = Literal[LossKind, EndKind, OpenKind]
 
 
 class GridCell(StoredModel):
-    """One cell of the grid: a mode, an engine and a number of ranks, with its batch."""
+    """One cell of the grid: a mode, an engine, a number of ranks and the resulting batch."""
 
     id: str
     mode: Mode = "weak"
@@ -60,7 +60,7 @@ class LinkPoint(StoredModel):
 
 
 class MeasuredLink(StoredFile):
-    """Times of all-reduces over N ranks: links-N.json, and an entry of `links` in scaling.json."""
+    """Times of all-reduces over N ranks, stored in links-N.json and in `links` of scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     world_size: Annotated[int, Field(ge=2, le=10**9)]
@@ -77,7 +77,7 @@ class MeasuredGradient(StoredModel):
 
 
 class StepProfile(StoredFile):
-    """Profile of one rank on one micro batch: profile.json, and `profile` in scaling.json."""
+    """Profile of one rank's step, stored in profile.json and in `profile` of scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
@@ -106,21 +106,21 @@ class StepProfile(StoredFile):
 
     @property
     def width(self) -> float:
-        """Return the size of a gradient element in bytes."""
+        """Return the bytes per gradient element."""
         return self.size / self.parameters if self.parameters else 4.0
 
 
 class Peak(StoredFile):
-    """FLOP/s of one rank's device: peak.json, and `peak` in scaling.json."""
+    """FLOP/s of one rank's device, stored in peak.json and in `peak` of scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     precision: str | None = None  # precision of matmul_flops
-    matmul_flops: Positive | None = None  # highest rate of the measured shapes
+    matmul_flops: Positive | None = None  # highest rate of several matrix shapes
     datasheet_flops: float | None = None
 
 
 class ScalingSettings(StoredModel):
-    """Options of the benchmark, and the model that was measured."""
+    """Options of the benchmark, and properties of the measured model."""
 
     steps: int | None = None  # timed optimizer steps per run
     warm_up: int | None = None  # untimed optimizer steps before the timed ones
@@ -146,7 +146,7 @@ class StepTime(StoredModel):
 
 
 class RepeatMeasurement(StoredModel):
-    """Figures of one repeat of a cell, with the run directory `run`."""
+    """Figures of one repeat of a cell. `run`: its run directory."""
 
     run: str
     steps: int
@@ -192,19 +192,19 @@ class CellMeasurement(GridCell):
     communication_efficiency: float | None = None  # throughput / throughput of the ceiling
     communication_efficiency_ci95: Interval | None = None
     exposed_comm_fraction: float | None = None  # 1 - communication_efficiency
-    exposed_comm_ddp_fraction: float | None = None  # share of a step, by DDP's counters
+    exposed_comm_ddp_fraction: float | None = None  # share of a step according to DDP's counters
     straggler_ratio: float | None = None
-    """Compute time before any reduction, slowest rank / median of the others, geometric mean over repeats."""
+    """Compute time before any reduction: slowest rank / median of the others; geometric mean over repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
-    """The slowest rank, if it is slowest in every repeat and straggler_ratio_ci95 is entirely above 1.2."""
+    """The slowest rank if it is the same in every repeat and straggler_ratio_ci95 is above 1.2, else null."""
     peak_memory_gib: float | None = None  # highest peak of any rank
     mfu: float | None = None  # model FLOP/s / data-sheet FLOP/s
     mamfu: float | None = None  # model FLOP/s / measured matmul FLOP/s
     launch_fraction: float | None = None  # host time to enqueue a step / step time; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss_agrees: bool | None = None
-    loss_deviation: float | None = None  # largest relative deviation from the single-rank run
+    loss_deviation: float | None = None  # largest relative deviation of losses from the single-rank run
     skipped_steps: int | None = None
     flags: list[str] = []  # caveats that apply to the figures
 
@@ -216,12 +216,12 @@ class CellMeasurement(GridCell):
 
     @property
     def step_s(self) -> float | None:
-        """Return the mean step time of the whole job, s."""
+        """Return the mean step time of the whole job in seconds."""
         return self.step_time_s.mean if self.step_time_s else None
 
 
 class BottleneckDiagnosis(StoredModel):
-    """Diagnosis of a cell: its failure, its largest loss, or a comparison of engines."""
+    """Diagnosis of a cell: its failure, its largest loss of efficiency, or a comparison of engines."""
 
     cell: str
     kind: DiagnosisKind
@@ -311,7 +311,7 @@ class Scaling(StoredFile):
     verdicts: list[BottleneckDiagnosis] = []
 
     def alone(self) -> CellMeasurement | None:
-        """Return the run of engine `single`, preferably with the accumulation of the settings, or None."""
+        """Return the cell that ran `single`, preferably with the accumulation of the settings, or None."""
         runs = [
             cell
             for cell in self.cells

@@ -16,7 +16,7 @@ LEVELS: dict[page.Level, Sequence[DiagnosisKind]] = {
     "fail": ("out_of_memory", "failed"),
     "ok": ("scales", "fastest"),
     "info": ("one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"),
-}  # all other kinds are losses, shown as warnings
+}  # all other kinds are shown as warnings
 SPLIT = {
     "data": "data wait",
     "forward_backward": "forward + backward",
@@ -96,7 +96,7 @@ def _status(scaling: Scaling) -> list[page.Verdict]:
 
 
 def _verdicts(scaling: Scaling) -> list[page.Verdict]:
-    """Return a verdict per distinct diagnosis, with its cells, and one that lists all flags; worst first."""
+    """Return a verdict for each distinct diagnosis, with its cells, and one for all flags; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
         note = f"{found.cell}: {found.evidence}"
@@ -140,7 +140,7 @@ def _result(scaling: Scaling) -> page.Table:
 
 
 def _agreement(scaling: Scaling) -> list[str]:
-    """Describe how well losses agree in strong mode. In weak mode, each N trains a different model."""
+    """Describe how well losses agree in strong mode. In weak mode, each N trains with a different batch."""
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []
@@ -183,8 +183,8 @@ def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figu
 
 
 def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[page.Line]:
-    """Return the efficiency curves of the ceiling and, with intervals, of each engine. `times_n`: multiply
-    them by N, which gives speed-ups."""
+    """Return the efficiency curves of the ceiling and, with intervals, of each engine. With `times_n`, they
+    are multiplied by N, which gives speed-ups."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
         value = page.at(cell, path) if EFFICIENCY.number(cell) is not None else None
@@ -211,7 +211,7 @@ def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
         page.Axis("time of a step", "seconds"),
         page.Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
-        note="Means over ranks and timed steps. Exposed communication is the time beyond the ceiling.",
+        note="Means over ranks and timed steps. Exposed communication: time beyond that of the ceiling.",
     )
 
 

@@ -130,9 +130,9 @@ def test_a_report_replaces_only_a_page_of_bert_dp(tmp_path: Path) -> None:
     (tmp_path / "link.html").symlink_to("report.html")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "null").symlink_to("/dev/null")
-    refuse(("report", str(tmp_path)), "report.html", "not a page of bert-dp")
+    refuse(("report", str(tmp_path)), "report.html", "not a bert-dp page")
     for name in ("config.yaml", "report.html", "link.html", "pipe", "null", ""):
-        refuse(("report", str(tmp_path), "--out", str(tmp_path / name)), "not a page of bert-dp")
+        refuse(("report", str(tmp_path), "--out", str(tmp_path / name)), "not a bert-dp page")
     assert [(tmp_path / name).read_text() for name in ("config.yaml", "link.html")] == ["mine: 1\n"] * 2
     assert [(tmp_path / name).is_symlink() for name in ("link.html", "null")] == [True, True]
     assert (tmp_path / "pipe").is_fifo()

@@ -134,12 +134,12 @@ def test_a_killed_run_shows_its_logged_values_and_configuration(tmp_path: Path) 
         file.write('{"step": 110, "los')
     report = of_directories([run])
     (verdict,) = report.verdicts
-    assert verdict.text == "No end recorded: still running or killed. Last logged: step 100."
+    assert verdict.text == "No end recorded: the run is still running or was killed. Last logged: step 100."
     missing = [note.partition(":")[0] for note in verdict.notes]
     assert missing == [
-        "summary.json is missing or torn",
+        "summary.json is missing or truncated",
         "environment.json is missing",
-        "metrics.jsonl is torn or empty",
+        "metrics.jsonl is truncated or empty",
     ]
     assert verdict.notes[-1].endswith(": 10 complete lines read")
     assert "last training loss 6.0000 nats" in unfolded(shown(report))
@@ -151,7 +151,7 @@ def test_a_killed_run_shows_its_logged_values_and_configuration(tmp_path: Path) 
     assert rows["checkpoint"].startswith("checkpoints/step-00000090")
     unknown = {label for label, cell in rows.items() if cell.startswith("n/a")}
     logged_nowhere = {"unigram entropy", "ln V", "parameters", "straggler ratio", "MFU", "energy", "wall"}
-    assert unknown == logged_nowhere | {"cost", "energy of all starts", "CO2"}
+    assert unknown == logged_nowhere | {"cost", "total energy", "CO2"}
     assert rows["parameters"].endswith("| precision fp32")
     gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}
     files.write_json(run / "environment.json", gpu)

@@ -271,7 +271,7 @@ def test_two_measures_of_communication_may_differ_by_a_twentieth_of_a_step(
         return {"step_s": seconds.get(cell.id, 1.0), "exposed": exposed}
 
     cells = collected(tmp_path, two(), records)
-    seen = [f"{100 * exposed:.1f} % by DDP's own counters" in flag for flag in cells[DDP].flags]
+    seen = [f"{100 * exposed:.1f} % according to DDP's counters" in flag for flag in cells[DDP].flags]
     assert seen == [True] * flagged
     assert all(cells[name].flags == [] for name in ("strong-ddp-n1", "strong-ceiling-n2"))
 
