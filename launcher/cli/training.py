@@ -39,7 +39,7 @@ def train(
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
-        bool, Option("--allow-code", help="Allow the Python files in `task` and `optim.name` to run.")
+        bool, Option("--allow-code", help="Allow the Python files named by `task` and `optim.name` to run.")
     ] = False,
     profile: Annotated[
         str | None, Option(metavar="FIRST:END", help="Steps to profile; 10:13 means steps 10, 11 and 12.")
