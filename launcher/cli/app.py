@@ -90,7 +90,7 @@ def _exit_on_signal(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Run the command line and exit; see `exit_code`."""
+    """Run the command line and exit with the code that `exit_code` returns."""
     os.environ["PYTHONSAFEPATH"] = "1"  # so that child processes import nothing from the working directory
     faulthandler.enable(file=2)
     for number in files.honoured((signal.SIGTERM, signal.SIGHUP)):

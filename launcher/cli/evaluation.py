@@ -27,7 +27,7 @@ def eval_glue(
     json: opt.Json = False,
     set_: opt.Set = None,
 ) -> int:
-    """Finetune a run on GLUE tasks with several seeds and report the scores.
+    """Finetune a run on GLUE tasks with several seeds.
 
     Each score is the median over the seeds on the dev set. It is shown next to the score of always giving
     the same answer. Writes glue.json and an HTML page.
@@ -51,7 +51,7 @@ def eval_mlm(
     precision: opt.Precision = "auto",
     json: opt.Json = False,
 ) -> int:
-    """Measure the held-out loss of a run on any text, or compare several runs.
+    """Measure the held-out loss of one or more runs on any text.
 
     Shows the loss per token, and the loss of hidden whole words in bits per byte. The bits per byte can be
     compared across vocabularies. The intervals reflect the variation between documents.
@@ -76,8 +76,8 @@ def predict(
 ) -> None:
     """Write predictions for a file, one JSON line per example.
 
-    A finetuned run predicts labels with their probabilities, or a score. A pretrained run gives the encoding
-    of an example, which is the mean of its hidden states.
+    A finetuned run predicts labels with their probabilities, or a score. For a pretrained run, the output
+    is the encoding of each example: the mean of its hidden states.
     """
     from bert_dp.evaluation.prediction import predict_file
 
@@ -105,7 +105,10 @@ def export_onnx(
     encoder: opt.WithoutHead = False,
     int8: Annotated[bool, Option("--int8", help="Apply dynamic int8 quantization.")] = False,
 ) -> int:
-    """Export a run to model.onnx, for any batch size and any sequence length up to the run's."""
+    """Export a run to model.onnx.
+
+    The model accepts any batch size, and any sequence length up to the run's.
+    """
     return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
 
 
@@ -117,7 +120,7 @@ def export_aoti(
 ) -> int:
     """Export a run to model.pt2, compiled by AOTInductor.
 
-    The file runs on the kind of processor on which it was compiled. Python and C++ can load it.
+    The file runs only on the kind of processor for which it was compiled. Python and C++ can load it.
     """
     return _export("aoti", run, out, encoder, "bf16" if bf16 else "fp32")
 

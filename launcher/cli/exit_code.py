@@ -81,7 +81,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _usage_error(error: Any) -> str:
-    """Format a usage error as one line that starts with the option. If a verb is missing, return the help."""
+    """Format a usage error as one line. If a verb is missing, return the help text instead."""
     shown = io.StringIO()
     error.show(shown)
     if "Error: " not in shown.getvalue():

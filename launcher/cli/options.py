@@ -167,7 +167,7 @@ Precision = Annotated[
     Option(help="fp32: no autocast; bf16: autocast; auto: bf16 if the GPU supports it, else fp32."),
 ]
 Out = Annotated[
-    Path | None, Option(help="Output directory, new or to resume; default: new, in scaling/, tune/ or eval/.")
+    Path | None, Option(help="Directory to create or resume; default: a new one in scaling/, tune/ or eval/.")
 ]
 ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]

@@ -41,14 +41,14 @@ def plan(
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device hour.")] = None,
     watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device in watts.")] = None,
-    pue: Annotated[float, Option(min=1, max=10, help="Power of the data center / of the machines.")] = 1.0,
+    pue: Annotated[float, Option(min=1, max=10, help="Data-center power / power of the machines.")] = 1.0,
     grid: Annotated[str | None, Option(help="Region whose CO2 per kWh applies: world, France, ...")] = None,
     g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
     out: Annotated[Path, Option(help="Configuration file to write.")] = OUT,
     page: Annotated[Path | None, Option(help="HTML file to write: a calculator with sliders.")] = None,
     json: opt.Json = False,
 ) -> int:
-    """Plan the model, tokens and loss for a budget."""
+    """Plan the model and tokens for a budget, and predict the loss."""
     if context.invoked_subcommand is not None:
         return 0
     from launcher import results
@@ -99,16 +99,16 @@ def plan_scaling(
     seq_per_s: Annotated[
         float | None, Option(min=1e-3, help="Sequences/s measured on one GPU, instead of --from.")
     ] = None,
-    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch that gave --seq-per-s.")] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch used for --seq-per-s.")] = None,
     gpu: Annotated[
-        str | None, Option(help="GPU that gave --seq-per-s (A100-80G, ...), for the optimizer's time.")
+        str | None, Option(help="GPU used for --seq-per-s (A100-80G, ...), to compute the optimizer's time.")
     ] = None,
     link: Annotated[
         str | None, Option(help="Link within a node: nvlink4, pcie4, ...; default: as measured.")
     ] = None,
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
     gpus_per_node: Annotated[
-        int | None, Option(min=1, help="GPUs per node; default: 8, or all GPUs if the link is measured.")
+        int | None, Option(min=1, help="GPUs per node; default: 8, or all GPUs without --link and --inter.")
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",

@@ -79,7 +79,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     first, (kind, *others) = run_dirs[0], dict.fromkeys(kinds.values())
     if others:
         names = ", ".join(f"{path} ({name or 'no result file'})" for path, name in kinds.items())
-        message = f"only runs or GLUE evaluations can be compared: {names}"
+        message = f"runs can be compared only with runs, and GLUE evaluations only with each other: {names}"
         raise ConfigError([Issue("RUN_DIRS", "conflict", message)])
     if kind is None:
         if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:

@@ -39,7 +39,7 @@ def train(
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
-        bool, Option("--allow-code", help="Allow the Python files in `task` and `optim.name` to run.")
+        bool, Option("--allow-code", help="Allow the Python files named by `task` and `optim.name` to run.")
     ] = False,
     profile: Annotated[
         str | None, Option(metavar="FIRST:END", help="Steps to profile; 10:13 means steps 10, 11 and 12.")
@@ -240,7 +240,10 @@ def distill(
 def configs(
     name: Annotated[str | None, Argument(help="Configuration to print, or slurm.sbatch.")] = None,
 ) -> int:
-    """List the shipped configurations (with transformers classes) and the Slurm script, or print one."""
+    """List the shipped configurations, or print one.
+
+    The list shows the transformers class of each model. It ends with the Slurm script, slurm.sbatch.
+    """
     scripts = {path.name: path for path in shipped_configs().glob("*.sbatch")}
     if name is not None:
         typer.echo((scripts.get(name) or find_config(name)).read_text(), nl=False)
@@ -302,7 +305,7 @@ def data_inspect(
     directory: Annotated[Path, Argument(help="Directory written by `bert-dp data build`.")],
     json: opt.Json = False,
 ) -> int:
-    """Verify the hashes of shards. Show their counts and entropies, and sample texts."""
+    """Verify the hashes of token shards. Show counts, entropies and sample texts."""
     from launcher import datasets
 
     return datasets.inspect(directory, as_json=json, console=opt.console())

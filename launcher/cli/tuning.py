@@ -105,7 +105,7 @@ def tune_lr(
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
-    """Find the learning rate with runs that complete their schedule.
+    """Find the best learning rate with runs that complete their schedule.
 
     A range test finds the rate at which training diverges. The first rung tries lower rates in short runs.
     The last rung compares the best rates by the held-out loss of whole runs with several seeds. Writes

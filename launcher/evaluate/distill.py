@@ -21,7 +21,7 @@ RECIPE = "distill.yaml"
 LSTM_SIZES = {"QQP": 300}  # hidden units by task in Tang et al. 2019; 150 for other tasks
 EMBEDDING_SIZE = 300  # size of the word2vec vectors in Tang et al. 2019
 DERIVED = ("distill.logits", "distill.embeddings")
-COPIES = {False: 20, True: 10}  # augmented copies per example; key: is the example a pair of texts?
+COPIES = {False: 20, True: 10}  # augmented copies per example; key: True for pairs of texts
 
 
 def load(
@@ -71,9 +71,9 @@ def load(
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
-    """Return the levels of a student's configuration before the data is known. The student is a BiLSTM, a
-    pretrained run with its weights, or the model of a configuration with random weights. Raise ConfigError
-    if it is invalid."""
+    """Return the levels of a student's configuration, except those that depend on the examples. The student
+    is a BiLSTM, a pretrained run with its weights, or the model of a configuration with random weights. Raise
+    ConfigError if it is invalid."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":

@@ -57,7 +57,7 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 
 
 def check_report(check: ExportCheck) -> Report:
-    """Return the report of a comparison over all batches, with a verdict."""
+    """Return the report of a comparison, with a verdict and the worst values over all batches."""
     shares = [row.top1 for row in check.rows if row.top1 is not None]
     allowed = "the limit applies to fp32 only"
     if check.tolerance is not None:

@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job and run directory of each seed. Several seeds have directories in `run_dir`."""
+    """Return the job and run directory of each seed. With several seeds, the directories are in `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -165,9 +165,9 @@ def configuration(
     *,
     recipe: str = RECIPE,
 ) -> Config:
-    """Resolve the configuration of a finetuning run. The levels, of which later ones take precedence, are the
-    model and sequence length of the pretrained run, the recipe, the kind and labels of the data at `path`
-    (None = not yet prepared), and the overrides. `init_from`: run or checkpoint; None = random weights.
+    """Resolve the configuration of a finetuning run. Its levels are the model and sequence length of the
+    pretrained run, the recipe, the kind and labels of the data at `path` (None = not yet prepared), and the
+    overrides. Later levels take precedence. `init_from`: run or checkpoint; None = random weights.
     Raise ConfigError if the configuration is invalid."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
@@ -181,14 +181,14 @@ def configuration(
 
 
 def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str, Any]:
-    """Return the settings that prepared examples determine. Both are None before they are prepared."""
+    """Return the settings that prepared examples determine. Both arguments are None before preparation."""
     task = {} if manifest is None else {name: getattr(manifest, name) for name in TASK}
     return {"data": {"path": str(path or "not-prepared")}, "finetune": task}
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:
-    """Prepare the examples, unless they are cached, and return their directory. `seed` samples the dev set.
-    Raise ConfigError if the examples are unusable."""
+    """Prepare the examples, unless they are cached, and return their directory. A sampled dev set
+    depends on `seed`. Raise ConfigError if the examples are unusable."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--seed", str(seed), *source.options]  # a seed in source.options takes precedence
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))

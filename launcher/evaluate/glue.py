@@ -36,7 +36,7 @@ class GluePlanFile(PlanFile):
 
 
 class PreparedTask(NamedTuple):
-    """A task with its examples, prepared in `path`."""
+    """A task whose prepared examples are in `path`."""
 
     path: Path
     manifest: ExamplesManifest
@@ -111,8 +111,7 @@ def choose_tasks(
 ) -> tuple[GlueOptions, dict[str, str]]:
     """Return the options with an explicit list of tasks, and the reason for each omitted task. `missing`:
     missing train and dev files of each GLUE task, in GLUE's order. Raise ConfigError if a requested task
-    cannot run or no task is left.
-    """
+    cannot run or no task is left."""
     tasks = options.tasks or [task for task, files in missing.items() if not files]
     issues = []
     for task in tasks:

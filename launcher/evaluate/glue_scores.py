@@ -97,7 +97,7 @@ class Glue(Measurement):
     heldout_loss: float | None  # of `start`, in nats; null: random weights, or a step without evaluation
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task -> reason
-    average: float | None  # mean of the medians of AVERAGED
+    average: float | None  # mean of the medians of the tasks in AVERAGED
     not_averaged: list[str]  # tasks of AVERAGED that are missing, are subsets, or lack a seed's score
 
 
@@ -166,7 +166,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of the nine medians (None if one is missing) and the tasks that lack scores."""
+    """Return the mean of nine medians (MNLI: two; None if one is missing) and the tasks that lack scores."""
     medians: list[float] = []
     lacking = []
     for name in AVERAGED:
@@ -241,8 +241,8 @@ def _remark(task: GlueTask, score: GlueScore) -> str:
     constant = sum(score.split in trial.one_class for trial in task.trials)
     parts = [
         "" if task.official else "subset",
-        f"{failed} of {len(task.trials)} failed" if failed else "",
-        f"constant predictions in {constant} of {len(task.trials)}" if constant else "",
+        f"{failed} of {len(task.trials)} trials failed" if failed else "",
+        f"constant predictions in {constant} of {len(task.trials)} trials" if constant else "",
     ]
     return ", ".join(filter(None, parts))
 

@@ -102,7 +102,7 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
     heads = ["pseudo-bits per byte", "difference from the first", "nats per token", "vocabulary", "step"]
     basis = f"{count_of(best.hidden.words, 'hidden word')} of {count_of(best.documents, 'document')}"
     notes = [
-        f"Every run is measured on the same {basis}. \u00b1: half of a 95 % interval over documents, "
+        f"Every run is measured on the same {basis}. \u00b1: half-width of the 95 % interval over documents, "
         "paired for differences. Nats per token are comparable only between runs with the same vocabulary."
     ]
     section = ReportSection("", tables=[Table(rows, heads, corner="run")], notes=notes)
@@ -139,7 +139,7 @@ def text_report(loss: TextLoss) -> Report:
             f"{loss.precision} on {loss.device}",
         ),
     ]
-    notes = ["\u00b1: half of a 95 % interval over whole documents; a single document has no interval."]
+    notes = ["\u00b1: half-width of the 95 % interval over documents; a single document has none."]
     if hidden.words_without_token or hidden.unknown_tokens:  # text that the tokenizer drops costs no bits
         notes.append(
             f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "

@@ -1,4 +1,4 @@
-"""`bert-dp tune`: choose the micro batch or the learning rate by trial runs."""
+"""`bert-dp tune`: choose the micro batch or the learning rate with trial runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,15 +23,15 @@ class SearchPlan(results.PlanFile):
 def search_output(
     folder: Path, config: Config, settings: dict[str, Any], *may_increase: str
 ) -> Output[SearchPlan]:
-    """Return the output directory of a search. A later call must have the same settings, except
-    that those in `may_increase` may increase."""
+    """Return the output directory of a search. To resume it, a call must have the same settings; those
+    named in `may_increase` may be larger."""
     plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
     must_match, increasing = ("config_hash", "settings"), tuple(f"settings.{name}" for name in may_increase)
     return Output(folder, "search", PLAN, plan, must_match, increasing)
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return the configuration with the settings in `sections` replaced. The new values are not checked."""
+    """Return a copy with new values, such as `batch={"micro_size": 8}`. The values are not validated."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
 

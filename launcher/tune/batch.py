@@ -1,6 +1,6 @@
-"""`bert-dp tune batch`: choose the micro batch by short runs, then measure the gradient noise scale.
+"""`bert-dp tune batch`: choose the micro batch with short runs, then measure the gradient noise scale.
 
-`resolve_auto_batch` replaces `batch.micro_size: auto` by a size from the cache or from a search.
+`resolve_auto_batch` replaces `batch.micro_size: auto` with a size from the cache or from a search.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
-MAX_MEMORY_RATIO = 1.1  # a search limited by memory is repeated if the limit has grown by a larger factor
-GUARD_GIB = 1.0  # address space that a rank reserves without using it; added to the limit of the rank
+MAX_MEMORY_RATIO = 1.1  # a search limited by memory is repeated if the limit grew by more than this factor
+GUARD_GIB = 1.0  # address space that a rank reserves but does not use; added to its memory limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first one will show how many the budget allows")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first trial will show how many the budget allows")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU do not use torch.compile; pass compile=on to use it")
 
@@ -126,7 +126,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the configuration with a placeholder micro batch. Raise ConfigError if `overrides` set a size."""
+    """Load the configuration with a placeholder micro batch. Raise ConfigError if `overrides` set one."""
     batch = parse_overrides(overrides).get("batch")
     micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
     if micro != "auto":
@@ -201,7 +201,7 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
-        """Add a trial to `done`, with status `over` if its peak exceeds the limit; refit the memory line."""
+        """Add a trial to `done`, marked `over` if its peak exceeds the limit, and refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
             reason = f"a rank's peak memory of {format_gib(peak)} exceeds the limit of {format_gib(limit)}"
@@ -230,7 +230,7 @@ class BatchSearch:
             raise trials.TrialsFailed(f"micro batch {smallest} failed: {first.reason}")
         affordable = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
         startup = f"a trial takes {self._startup_s:.1f} s to start"
-        self._log(f"{startup}, so the budget has time for at most {affordable} more trials")
+        self._log(f"{startup}, so the budget allows at most {affordable} more trials")
         free_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
         most_s = MEMORY_TRIAL_SHARE * self.spec.options.budget_s
@@ -303,7 +303,7 @@ class BatchSearch:
             return
 
     def _more_rounds(self) -> None:
-        """Time the faster half of the sizes again, then half of these, until the budget is spent."""
+        """Time the faster half of the sizes again, then the faster half of these, until no time is left."""
         runs = list(self.rates())
         for _ in range(throughput.MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
@@ -343,7 +343,7 @@ class BatchSearch:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return {micro batch: sequences/s of each run at the global batch} without sizes that failed."""
+        """Return {micro batch: sequences/s of each run at the global batch}. Omit sizes with a failed run."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes
@@ -425,7 +425,7 @@ class BatchSearch:
         """Choose a size from all runs so far. Return None if every size failed."""
         if not (rates := self.rates()):
             return None
-        # on a GPU, choose the fastest size, because its memory has no other use
+        # on a GPU, choose the fastest size, because nothing else uses the GPU's memory
         share = 1.0 if self.spec.on_gpu else throughput.MIN_SHARE_OF_BEST
         micro, fastest, not_settled = throughput.choose_size(rates, share)
         rate = throughput.mean_rate(rates, micro)
@@ -480,9 +480,9 @@ def resolve_auto_batch(
 ) -> tuple[list[str], int]:
     """Return the overrides with `batch.micro_size: auto` replaced by a number, and the search's exit code.
 
-    A resumed run keeps its size. Searches are cached, and a stopped search is resumed. A dry run does not
-    search: without a cached result, it uses the smallest size. Raise ConfigError if the input is unusable,
-    or if `run.profile` names steps or ranks that the run does not have.
+    A resumed run keeps its micro batch. Searches are cached, and a stopped search is resumed. A dry run does
+    not search: without a cached result, it uses the smallest size. Raise ConfigError if the input is
+    unusable, or if `run.profile` names steps or ranks that the run does not have.
     """
     run_dir, resume = run.run_dir, run.resume
 
@@ -509,7 +509,7 @@ def resolve_auto_batch(
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if run.dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
-        return found(spec.sizes[0], f"for this dry run only; a real run takes {minutes} to find the best")
+        return found(spec.sizes[0], f"for this dry run only; a real run searches for about {minutes}")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))

@@ -1,4 +1,4 @@
-"""`bert-dp tune lr`: choose the learning rate by short and then whole runs, all with a complete schedule."""
+"""`bert-dp tune lr`: choose the learning rate with short and then whole runs. All complete their schedule."""
 
 import dataclasses
 import datetime
@@ -19,7 +19,7 @@ from launcher.run import trials
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
-SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the fewest steps of a whole run
+SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the minimum steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
@@ -75,7 +75,7 @@ def tune_lr(
     log(f"learning rate search: {folder}")
     log(
         f"{options.rates} rates, a factor of 2 apart, in runs of 1/{SHORT_RATIO} of the tokens; then whole "
-        f"runs of the best {FINALISTS} with {count_of(options.seeds, 'seed')}; {layout}"
+        f"runs of the best {FINALISTS} rates, {count_of(options.seeds, 'seed')} each; {layout}"
     )
     if how.dry_run:
         log(length_text(setup, options, ranks, predict))
@@ -126,7 +126,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return issues if whole runs are too short for two rungs. `tokens`: None = as given or configured."""
+    """Return issues with the length of whole runs. `tokens`: their length; None = as given or configured."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"
@@ -134,13 +134,13 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
-    reason = f"{tokens:,} tokens make fewer than {SHORT_RATIO} steps, the minimum of a whole run"
+    reason = f"{tokens:,} tokens make fewer than {SHORT_RATIO} steps, the minimum for a whole run"
     setting, hint = "--tokens" if options.tokens else "schedule", f"use at least {least:,} tokens"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return issues that prevent a search on this data, whose size determines the tokens of an epoch."""
+    """Return the issues that prevent a search on this data. Its size resolves a budget in epochs."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -151,7 +151,7 @@ def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[
 def measure(
     setup: job.Job, options: LrOptions, ranks: int, output: Output[SearchPlan], log: Log
 ) -> tuple[TuneLr, int]:
-    """Run or resume the search; return tune.json (partial after a stop signal) and the exit code."""
+    """Run or resume the search; return the contents of tune.json, partial after a stop, and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
     facts, shards, manifest = output.begin(config, lambda m: data_issues(config, options, m))
     slots = slots_of(setup, options, ranks)
@@ -233,7 +233,7 @@ class LrSearch:
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
     def _choose_tokens(self) -> int:
-        """Choose the tokens of a whole run and log the plan. Raise ConfigError if the tokens are too few."""
+        """Choose the tokens of a whole run and log the plan. Raise ConfigError if there are too few."""
         spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
         reason = "as requested" if options.tokens else "from the configuration"
@@ -337,8 +337,8 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run, including a batch ramp. Return None unless its budget is
-    in steps or tokens."""
+    """Return the tokens of the configured run, with any batch ramp taken into account. Return None unless
+    the budget is in steps or tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -376,7 +376,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return a configuration without checkpoints. Its data is prepared, so seeds share the held-out set."""
+    """Return a configuration without checkpoints. It uses prepared shards, so seeds share a held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},

@@ -19,7 +19,7 @@ RISE_SIGMAS = 8.0  # at divergence, the loss also rises by more than this many s
 EDGE_RATIO = 4.0  # divergence edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
-CLOSE_NATS = 0.03  # a rate is close if its loss exceeds the best by at most this
+CLOSE_NATS = 0.03  # a rate is close to the best if its loss is higher by at most this
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -94,7 +94,7 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    # nats by which the loss of the next best rate is higher, mean over common seeds; null: no other rate
+    # loss of the next best rate - loss of `lr`, in nats: mean over common seeds; null: no other rate
     lead: float | None
     edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
     tied: list[float]  # rates that are not significantly worse
@@ -124,12 +124,12 @@ class TuneLr(TuneFile):
 def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float | None, str]:
     """Return the divergence edge of a range test (None if training did not diverge) and the reason.
 
-    `points`: (rate, loss or None, number of steps skipped so far) of each step, by rising rate. The edge is
-    the lowest rate at which one of these happens:
+    `points`: (rate, loss or None, number of steps skipped so far) of each step, in order of rising rate.
+    The edge is the lowest rate at which one of these happens:
     - The loss is not finite.
     - A step is skipped. The first steps do not count, because fp16's loss scale may still be falling.
     - The mean of SMOOTHING losses rises above its minimum by more than RISE_SHARE of its fall to that minimum
-      and by more than RISE_SIGMAS standard deviations, estimated from differences of consecutive losses.
+      and by more than RISE_SIGMAS standard deviations of its noise, estimated from consecutive losses.
     """
     losses: list[float] = []
     smoothed: list[float] = []
@@ -153,11 +153,8 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
 
 def first_ladder(test: RangeTest, count: int) -> list[float]:
-    """Return `count` rates. The first is edge / EDGE_RATIO, rounded down to two digits; each next one is half
-    of the one before.
-
-    If the test found no edge, its highest rate replaces the edge.
-    """
+    """Return `count` rates, each half of the one before. The first is the edge / EDGE_RATIO, rounded down to
+    two significant digits. If the test found no edge, its highest rate replaces the edge."""
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
     digit = 10.0 ** (math.floor(math.log10(top)) - 1)
     rounded = float(f"{math.floor(top / digit * (1 + 1e-9)) * digit:.2g}")
@@ -168,9 +165,9 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
 
 
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
-    """Mark trials as diverged if their loss exceeds the unigram entropy, but that of a lower rate does not.
+    """Mark a trial as diverged if its loss exceeds the unigram entropy but the loss of a lower rate does not.
 
-    If no lower rate ends below the entropy, no trial is marked: all may just be too short to learn.
+    Without such a lower rate, no trial is marked: all of them may just be too short to learn.
     """
     if unigram is None:
         return list(trials)
@@ -179,7 +176,7 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
     def marked(trial: LrTrial) -> LrTrial:
         if trial.status != "ok" or trial.score <= unigram or trial.lr <= lowest:
             return trial
-        reason = f"{trial.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
+        reason = f"{trial.heldout_loss:.4g} nats, more than the unigram entropy of {unigram:.4g}"
         return trial.model_copy(update={"status": "diverged", "reason": reason})
 
     return [marked(trial) for trial in trials]
@@ -189,8 +186,8 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
     """Return the next rates to train in the first rung; [] when it is complete.
 
     The ladder comes first. It is then extended by one rate at a time: upwards while the highest rate is the
-    best, downwards while the lowest rate is the best or every rate fails and one has diverged. Each end gets
-    at most EXTENSIONS rates, and none is above the edge.
+    best, and downwards while the lowest rate is the best. If every rate fails and one diverges, it is
+    extended downwards too. Each end gets at most EXTENSIONS rates, and none is above the edge.
     """
     if not first.trials:
         return list(ladder)
@@ -209,9 +206,9 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     """Return the next (rate, seed) pairs to train in the last rung; [] when it is complete.
 
-    The best FINALISTS of the first rung come first, with one seed, then the rates on both sides of the best
-    one. The other seeds of the best rate and of up to FINALISTS close rates come last. While no rate of the
-    last rung is eligible, the next best rate of the first rung follows.
+    The best FINALISTS of the first rung come first, with one seed. If all of them fail, the next best rates
+    follow, one at a time. Then come the rates on both sides of the best one, with one seed, and then the
+    other seeds of the best rate and of up to FINALISTS close rates.
     """
     trained = {(trial.lr, trial.seed) for trial in last.trials}
     order, seeds = last.ranked(), last.seeds
@@ -262,9 +259,9 @@ def differences(rung: Rung, lr: float, best: float) -> list[float]:
 def is_tied(rung: Rung, lr: float, best: float) -> bool:
     """Return True if the loss of a rate is not significantly higher than that of the best rate.
 
-    With the same number of seeds, the rates are tied if the 95 % interval of the mean difference, paired by
-    seed, reaches zero, or if there is only one seed. Otherwise, `lr` is tied if its mean is at most
-    CLOSE_NATS higher.
+    With equal numbers of seeds, the rates are tied if the 95 % interval of their mean difference, paired by
+    seed, includes zero, or if there is only one seed. With unequal numbers, they are tied if the mean loss of
+    `lr` is at most CLOSE_NATS higher.
     """
     if len(rung.scores(lr)) != len(rung.scores(best)):
         return rung.mean(lr) <= rung.mean(best) + CLOSE_NATS

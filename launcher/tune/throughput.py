@@ -1,4 +1,4 @@
-"""Define the search rules of `tune batch` (sizes, memory, rounds, choice), and the models of tune.json."""
+"""Define the search rules of `tune batch` (sizes, memory, rounds, choice) and the models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -15,8 +15,8 @@ from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings
 
-MIN_SHARE_OF_BEST = 0.97  # a smaller micro batch is preferred if it has this share of the best throughput
-MEMORY_SHARE = 0.9  # a size may be predicted to use at most this share of a rank's memory limit
+MIN_SHARE_OF_BEST = 0.97  # a smaller size is preferred if it has at least this share of the best throughput
+MEMORY_SHARE = 0.9  # a size fits if its predicted peak is at most this share of a rank's memory limit
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
 MAX_ROUNDS = 6
@@ -89,7 +89,7 @@ class TuneBatch(TuneFile):
     memory_line: MemoryLine | None = None  # through the two largest sizes that ran
     memory_trials: list[BatchTrial] = []
     trials: list[BatchTrial] = []  # timed trials
-    sizes: list[SizeResult] = []  # ascending micro batches
+    sizes: list[SizeResult] = []  # by ascending micro batch
     choice: BatchChoice | None = None
     noise: NoiseScale | None = None
 
@@ -103,10 +103,8 @@ def with_micro(config: Config, micro: int) -> Config:
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return the micro batches from which `ranks` ranks can form the configured global batch, ascending.
-
-    Raise ConfigError if there are none.
-    """
+    """Return the micro batches, ascending, from which `ranks` ranks can form the configured global batch.
+    Raise ConfigError if there are none."""
     allowed = []
     for micro in divisors(config.batch.global_size):
         with contextlib.suppress(ConfigError):
@@ -131,8 +129,8 @@ def sizes_to_time(sizes: Sequence[int]) -> list[int]:
 
 
 def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | None:
-    """Return the line through the peaks of the two largest measured sizes. With a single size, its slope is
-    `slope_gib`; without any, return None."""
+    """Return the line through the peaks of the two largest measured sizes. With a single size, the line has
+    slope `slope_gib`. Return None if no size was measured."""
     peaks: dict[int, float] = {}
     for trial in trials:
         if trial.peak_gib is not None:
@@ -171,9 +169,7 @@ def mean_rate(rates: Rates, micro: int) -> float:
 
 def deviation(rates: Rates) -> tuple[float, int]:
     """Return the standard deviation of a run's log rate, pooled over the sizes, and its degrees of freedom.
-
-    The deviation is infinite if no size ran twice.
-    """
+    The deviation is infinite if no size ran twice."""
     logs = [[math.log(rate) for rate in each] for each in rates.values()]
     degrees = sum(len(each) - 1 for each in logs)
     squares = sum(statistics.variance(each) * (len(each) - 1) for each in logs if len(each) > 1)

@@ -31,7 +31,7 @@ SIZE_COLUMNS = (
 
 
 def tune_page(path: Path) -> Report:
-    """Build the report of the tune.json of either search. Raise ConfigError if the file is damaged."""
+    """Build the report of either search from its tune.json. Raise ConfigError if the file is damaged."""
     data = results.load(path, TuneBatch.hint)
     if isinstance(data, dict) and data.get("kind") == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
@@ -39,7 +39,7 @@ def tune_page(path: Path) -> Report:
 
 
 def train_command(folder: Path) -> str:
-    """Return the command that trains the tuned configuration."""
+    """Return the command that trains with the tuned configuration."""
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
 
 
@@ -205,7 +205,7 @@ def finite_losses(rung: Rung, lr: float) -> list[float]:
 
 
 def loss_figure(tune: TuneLr) -> Figure:
-    """Plot the held-out loss against the rate: a line for each rung, and every seed of the last rung."""
+    """Plot the held-out loss against the rate: a line for each rung, and a mark for each seed of the last."""
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
