@@ -247,7 +247,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
-    """Sample documents by CRC-32, up to SAMPLE_BYTES characters. Return them and the number of all."""
+    """Return a sample of the documents, up to SAMPLE_BYTES characters in all, and the number of documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -385,7 +385,7 @@ def filter_warnings(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold a lock next to `out`. If the process dies, the kernel releases it. Raises ConfigError."""
+    """Hold a lock file next to `out`. If the process dies, the kernel releases it. Raises ConfigError."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,7 @@ class TextLoss(StoredModel):
     bytes: Count
     """UTF-8 bytes of the documents."""
     mask_rate: float
-    """Share of tokens that are predicted, and of words that are hidden."""
+    """Probability that a token is predicted, and that a word is hidden."""
     predicted: PredictedTokens
     hidden: HiddenWords
 

@@ -108,7 +108,7 @@ class Task(Protocol):
         """Return the model FLOPs per input token, forward and backward (see cost.py); None = unknown."""
 
     def open_data(self) -> DatasetInfo:
-        """Open or build the data, before the rendezvous. Raise ConfigError on failure."""
+        """Open or build the data. Called before the rendezvous. Raise ConfigError on failure."""
 
     def build_model(self, seed: int) -> Model:
         """Build the whole model on the CPU, with the same weights on every rank."""
