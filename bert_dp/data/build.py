@@ -3,7 +3,7 @@
 A build reads the sources three times: to hash them, to sample text for training the tokenizer, and to
 tokenize them. The second time is skipped if a tokenizer is given. Memory holds two copies of the sample (at
 most 128 MiB of text each) and a few batches per process. Exact dedup needs 8 bytes per document (24 while it
-merges two tables), near dedup about 2 kB. The shards are written to a temporary directory, which then
+merges two arrays), near dedup about 2 kB. The shards are written to a temporary directory, which then
 replaces OUT. The launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints
 their directory.
 """
@@ -247,7 +247,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
-    """Return a sample of up to SAMPLE_BYTES characters, chosen by CRC-32, and the number of documents."""
+    """Return a sample of the documents, up to SAMPLE_BYTES characters in all, and the number of documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -337,7 +337,7 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
-    """Raise ConfigError if the share of a source that the tokenizer loses exceeds REFUSED_LOSS."""
+    """Raise ConfigError if a source's share of lost letters or unknown tokens exceeds REFUSED_LOSS."""
     source = manifests.SourceFile(**record)
     if source.loss > manifests.REFUSED_LOSS:
         without = "" if plan.config.data.tokenizer is None else "omit data.tokenizer (--tokenizer), and "
@@ -385,7 +385,7 @@ def filter_warnings(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Lock a file next to `out`. The kernel releases the lock when the process exits. Raises ConfigError."""
+    """Hold a lock file next to `out`. If the process dies, the kernel releases it. Raises ConfigError."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +406,7 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a new directory that then replaces `out`, or is removed on failure. Callers must lock `out`."""
+    """Yield a new directory; then replace `out` with it, or remove it on failure. Callers must lock `out`."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its writer has exited, because this process holds the lock
@@ -417,7 +417,7 @@ def replaced(out: Path) -> Iterator[Path]:
         yield work
         umask = os.umask(0o077)
         os.umask(umask)
-        work.chmod(0o777 & ~umask)  # private until now, even if the user's umask shares files
+        work.chmod(0o777 & ~umask)  # private until complete, whatever the umask
         if out.exists():
             out.rename(old)
         work.rename(out)

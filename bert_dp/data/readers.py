@@ -30,7 +30,7 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 ZSTD_WINDOW_BYTES = 2**31  # the largest window, used by zstd --long=31
-PACKED_BYTES = 512  # per read of a compressed file; they may decompress to 32,768 times as many
+PACKED_BYTES = 512  # read at once from a compressed file; may decompress to 32,768 times as many bytes
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
@@ -48,7 +48,7 @@ def suffixes(path: Path) -> tuple[str, str]:
 
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON records of a file, each with its place, such as "line 7". Raises ConfigError."""
+    """Yield the JSON records of a file, each with its position, such as "line 7". Raises ConfigError."""
     begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
     if begin.startswith(b"["):
         yield from _array(path)
@@ -64,7 +64,7 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the records of a JSON array, each with its place, such as "record 7". Raises ConfigError."""
+    """Yield the records of a JSON array, each with its position, such as "record 7". Raises ConfigError."""
     data = bytearray()
     for chunk in _chunks(path):
         data += chunk
@@ -163,7 +163,7 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with its place, such as "row 7". A row has those columns in `keys` that exist. If the
+    """Yield each row with its position, such as "row 7". A row has the columns in `keys` that exist. If the
     first key does not exist, a row has all columns, so that error messages can list them. The key a.b selects
     column a if no column is called a.b. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
@@ -185,8 +185,8 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Stream the rows of `hub:NAME[:CONFIG]` through `datasets`, each with its place, such as "row 7". Class
-    labels become names, or None if unknown. Raises ConfigError."""
+    """Stream the rows of the data set hub:NAME[:CONFIG], each with its position, such as "row 7".
+    Class labels become names, or None if unknown. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -245,7 +245,7 @@ class Source:
     text_field: str = "text"
     """Key of the text in a record or row, or a path of nested keys such as a.b."""
     documents: str = "line"
-    """Delimiter of documents in a text file: line or blank_line."""
+    """Documents of a text file: line = one per line; blank_line = separated by blank lines."""
 
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
@@ -320,7 +320,7 @@ def file_hash(path: Path) -> str:
 
 def documents(source: Source) -> Iterator[str]:
     """Yield the non-blank documents of a source, in order. Raises ConfigError for corrupt, empty, binary or
-    non-UTF-8 input; it names the file and the line or row, and suggests a fix."""
+    non-UTF-8 input. The error names the file and the line or row, and suggests a fix."""
     name, key = source.name, source.text_field
     texts: Iterable[str]
     if name.startswith("builtin:"):
@@ -342,7 +342,7 @@ def documents(source: Source) -> Iterator[str]:
 
 def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
     """Yield the records of a JSON file, a Parquet file (columns `keys`) or a split of a hub data set, each
-    with its place, such as "line 7". Raises ConfigError."""
+    with its position, such as "line 7". Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
     return parquet_records(source.path, keys) if source.format == "parquet" else json_records(source.path)

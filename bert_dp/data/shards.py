@@ -127,7 +127,7 @@ def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
 
 
 def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
-    """Compare a shard's SHA-256 and its largest token id with the manifest; return the differences."""
+    """Check a shard's SHA-256 and its largest token id against the manifest; return the issues."""
     digest, greatest = hashlib.sha256(), 0
     try:
         with file.open("rb") as opened:

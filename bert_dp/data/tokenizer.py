@@ -247,7 +247,7 @@ def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | No
 
 
 def load(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises ConfigError if it is invalid or its ids do not fit in 16 bits."""
+    """Read a tokenizer.json. Raises ConfigError if it is invalid or needs more than MAX_VOCAB_SIZE ids."""
     try:
         tokenizer = Tokenizer.from_str(read_regular(path, files.MAX_JSON_BYTES).decode())
     except OSError as error:
@@ -256,7 +256,7 @@ def load(path: Path) -> Tokenizer:
         reason = " ".join(str(error).split())[:200]
         raise _refused(path, "damaged", f"not a tokenizer.json ({reason})") from None
     if size(tokenizer) > MAX_VOCAB_SIZE:
-        message = f"{size(tokenizer)} tokens, but at most {MAX_VOCAB_SIZE} fit in 16 bits"
+        message = f"{size(tokenizer)} tokens, but at most {MAX_VOCAB_SIZE} are supported"
         raise _refused(path, "out_of_range", message, "use a smaller tokenizer")
     return tokenizer
 
@@ -272,7 +272,7 @@ def size(tokenizer: Tokenizer) -> int:
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
     """Return {role: token id} for the roles pad, unk, cls, sep and mask. Tokens may be spelled `<role>`,
-    `[ROLE]` or like RoBERTa's `<s>` and `</s>`. Raises ConfigError that lists every missing role."""
+    `[ROLE]` or like RoBERTa's `<s>` and `</s>`. Raises ConfigError with every missing role."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -289,9 +289,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return `num_special`, the lowest id that a random replacement may have. Special tokens in the upper
-    half of the vocabulary are ignored, because some tokenizers (such as ModernBERT's) have theirs at the end.
-    A few of the 50,000 possible replacements are then special tokens."""
+    """Return the manifest's num_special: the lowest id that a random replacement may have. Special tokens in
+    the upper half of the ids are ignored, because some tokenizers (such as ModernBERT's) have theirs there. A
+    few of the 50,000 possible replacements are then special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 

@@ -142,8 +142,8 @@ def on_device(
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
     """Yield one dictionary per example, in order. It contains `index` and a result: a finetuned run's labels
-    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. If one of its texts has
-    no tokens, an example has `tokens`: 0 instead of a result.
+    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. If a text has no
+    tokens, its example has `tokens`: 0 instead of a result.
 
     Raise ConfigError if no example can have a result, RunFailed if outputs are not finite.
     """

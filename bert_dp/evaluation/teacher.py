@@ -1,6 +1,6 @@
 """Compute a teacher's logits for a transfer set, and sample words from a masked language model.
 
-`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N, from 0; the
+`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K (from 0) of N; the
 launcher starts a process per share. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V
 tokens of the vocabulary.
 """

@@ -187,7 +187,7 @@ class TextLoss(StoredModel):
     bytes: Count
     """UTF-8 bytes of the documents."""
     mask_rate: float
-    """Share of tokens that are predicted, and of words that are hidden."""
+    """Probability that a token is predicted, and that a word is hidden."""
     predicted: PredictedTokens
     hidden: HiddenWords
 
@@ -221,7 +221,7 @@ def text_loss(
         hint = "choose a run whose tokenizer supports the script of the text"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of its {len(text.ids_T)} tokens is in the random {EVAL_MASK_RATE:.0%} to predict"
+        message = f"none of its {len(text.ids_T)} tokens is among the random {EVAL_MASK_RATE:.0%} to predict"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -304,7 +304,7 @@ def scores(
     progress: Progress,
 ) -> NDArray[np.float64]:
     """Return [2, P]: the cross entropy of each predicted token in nats, and 1 if the token is the most
-    probable one. Raise RunFailed if a loss is not finite."""
+    probable one, else 0. Raise RunFailed if a loss is not finite."""
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
     for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):

@@ -1,7 +1,7 @@
 """Make the transfer set for distillation. Torch-free.
 
-It consists of labelled examples and augmented copies of them, as in Tang et al. 2019 (arXiv 1903.12136), or
-of texts with a teacher's logits from a file. The seed, the example's number and the copy's number determine
+The set consists of labelled examples and augmented copies, as in Tang et al. 2019 (arXiv 1903.12136), or of
+texts with a teacher's logits from a file. The seed, the example's number and the copy's number determine
 all random choices for a copy.
 """
 

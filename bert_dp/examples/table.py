@@ -37,7 +37,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 SEPARATOR_FIX = "fields are separated by commas in .csv and by tabs in .tsv"
 COLUMN_FIX = f"choose a column with --text, --text-pair or --label; {SEPARATOR_FIX}"
 SCORES_FIX = "pass --kind regression if the labels are scores"
-MAX_BYTES = 2**31  # of a split's file, because the whole file is read into memory
+MAX_BYTES = 2**31  # largest file of a split, because the whole file is read into memory
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
@@ -134,7 +134,7 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. In test, all rows must have labels, or none. `finds_pair`: use the column
+    """Read the rows of a file. In test, either all rows have labels or none has. `finds_pair`: use the column
     PAIR, if it exists, as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
@@ -168,7 +168,7 @@ def _source(name: str) -> readers.Source:
 
 
 def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place, such as "line 7", and the record of every row. Raises ConfigError."""
+    """Yield the position, such as "line 7", and the record of every row. Raises ConfigError."""
     if source.path is None or source.format not in DIALECTS:
         keys = [*columns.texts, columns.label, PAIR]
         yield from readers.records(source, keys, "validation" if split == "dev" else split)
@@ -191,9 +191,9 @@ def data_error(
 def read_delimited(
     name: str, lines: Iterator[str], format: str, columns: Columns, header: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, str], int]]:
-    """Yield the place, the fields by column and the number of surplus fields (negative if fields are missing)
-    of each row in a csv or tsv. `header`: columns of a file without a header. A blank line is an empty text
-    in a table with one column, and is skipped in a wider table. Raises ConfigError."""
+    """Yield the position of each row in a csv or tsv, its fields by column, and its number of surplus fields
+    (negative if fields are missing). `header`: columns of a file without a header. A blank line is an empty
+    text in a table with one column, and is skipped in a wider table. Raises ConfigError."""
     reader = csv.reader(lines, **DIALECTS[format])
     end = 0  # last line of the previous row
     try:
@@ -213,7 +213,7 @@ def read_delimited(
 
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
-    """Convert a record to a row. In test, a label may be missing. Raises ConfigError for wrong types."""
+    """Convert a record to a row. A label may be missing in test. Raises ConfigError for invalid records."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:

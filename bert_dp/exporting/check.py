@@ -76,7 +76,7 @@ class ExportCheck(StoredModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        """Return True if the outputs agree. Without a tolerance, only the parameters are compared."""
+        """Return True if the parameters agree and, if there is a tolerance, the outputs do too."""
         if self.not_loaded or self.parameters != self.stored_parameters:
             return False
         if self.tolerance is None:
@@ -112,9 +112,9 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
-    """Open the run that was exported. Without `run`, search for the name of the exported run in the current
-    folder, in the parent of the directory, and in `runs` in both. Raise ConfigError if no run has the
-    exported weights."""
+    """Open the run that was exported. Without `run`, look for a folder with the run's name in the
+    current folder, in the parent of `directory`, and in the subfolder `runs` of each. Raise ConfigError if no
+    run has the exported weights."""
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
     for candidate in [place for place in places if place.exists()] if run is None else [run]:
@@ -130,7 +130,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
     if run is not None:
         message = f"{run} does not have the weights that were exported at step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
-    message = f"found no run {exported.run} with the weights of DIR in this folder, in runs or next to DIR"
+    message = f"no run {exported.run} in this folder, in runs or next to DIR has the weights of DIR"
     raise ConfigError([Issue("--run", "not_found", message, hint="pass the directory of the run")])
 
 
@@ -188,8 +188,8 @@ def compute_in_subprocess(
 def compare(
     batch: Inputs, expected: NDArray[Any], actual: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of the run and of its export for a batch. Both argmaxes count as equal if the run's
-    outputs at the two indices differ by at most twice the tolerance. Raise RunFailed if an output is not
+    """Compare the outputs of the run and of its export for a batch. Two argmaxes count as equal if the run's
+    outputs at these indices differ by at most twice the tolerance. Raise RunFailed if an output is not
     finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":

@@ -2,7 +2,7 @@
 
 ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so the norm is
 applied to every row of the exported embedding table, and the decoder keeps the original table. RoBERTa and
-RobertaPreLayerNorm count positions from pad_token_id + 1. The layers of both, and of BERT, always have a
+RobertaPreLayerNorm count positions from pad_token_id + 1. Their layers, like those of BERT, always have a
 bias, which is zero if bert-dp's model has none. Axes: those of bert_dp.model.bert.
 """
 
@@ -27,8 +27,8 @@ CLASS_OF: dict[Kind, str] = {
 
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return the contents of config.json for the class in transformers. `special`: special token ids by role.
-    If no class can represent the model, raise ConfigError with the responsible settings."""
+    """Return the contents of config.json for the model's transformers class. `special`: special token ids by
+    role. Raise ConfigError with the responsible settings if no class can represent the model."""
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
@@ -56,8 +56,8 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
 
 def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32 under the names of the class in transformers, without a tied
-    decoder. Raise ConfigError like `settings_of`."""
+    """Return the parameters of `model` in fp32, named as in its transformers class, without a tied decoder.
+    Raise ConfigError if no class can represent the model."""
     *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)
     return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}

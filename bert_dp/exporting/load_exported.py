@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[..., Array]
-"""Function (input_ids, attention_mask[, token_type_ids]), each int64 [B, S], returning the first output."""
+"""Function that maps (input_ids, attention_mask[, token_type_ids]), int64 [B, S], to the first output."""
 INPUTS, ARRAYS = ("input_ids", "attention_mask", "token_type_ids"), ("ids", "mask", "types")
 
 OUTPUTS = {

@@ -109,7 +109,7 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 def export(
     source: ExportSource, form: ExportFormat, out: Path, *, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Export a model to the new directory `out`. `command`: command line for the model card. Raise
+    """Export a model to the new or empty directory `out`. `command`: command line for the model card. Raise
     ConfigError if `out` is not empty, the format cannot represent the model, or a package is missing."""
     if form == "aoti" and source.config.model.lstm_size:
         message = "torch.export would make the input length of a BiLSTM constant"

@@ -17,7 +17,7 @@ from bert_dp.training.process import follow_launcher
 
 
 def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
-    """Check `folder`. Raise OSError or RuntimeError if its file system does not preserve the checkpoint."""
+    """Check the file system of `folder`. Raise OSError or RuntimeError if it damages a checkpoint."""
     follow_launcher()
     parts = [torch.randint(0, 2**31, (num_bytes // 8,), dtype=torch.int64) for _ in range(2)]
     state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}
