@@ -26,7 +26,7 @@ OPTIONS = {
 }
 """Setting -> option of `data build` that changes it, for error messages."""
 SAMPLE_CHARS = 300  # maximum length of a sample in the report
-SHOWN_SOURCES = 20  # maximum rows of the table of sources; sources that lost the largest share come first
+SHOWN_SOURCES = 20  # maximum rows of the table of sources; the largest shares of lost text come first
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),

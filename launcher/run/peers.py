@@ -57,7 +57,7 @@ class Link:
     """Connection to another launcher. One thread reads; another sends a `beat` with `status` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: time without a message after which the other launcher is lost; at least SUSPENDED_S."""
+        """`limit_s`: time without a message after which the other launcher is lost (minimum: SUSPENDED_S)."""
         self._limit_s = max(limit_s, SUSPENDED_S)
         # how long a send may block if the link is cut and the buffer is full; the kernel's limit is 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
@@ -259,7 +259,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait up to `seconds` for `is_done()`, and return it. An issue or a lost node ends the wait."""
+        """Wait up to `seconds` until `is_done()`; return its value. An issue or a lost node ends the wait."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -276,8 +276,8 @@ class Coordinator:
             raise ConfigError(self._issues)
 
     def gather(self, hello: Message) -> None:
-        """Wait for the launchers of all nodes. `hello`: node 0's `hello`. Raise ConfigError if a launcher
-        does not connect, or if nodes differ in facts that must be equal."""
+        """Wait for the launchers of all nodes. `hello`: node 0's `hello` message. Raise ConfigError if a
+        launcher does not connect, or if nodes differ in facts that must be equal."""
         self._hellos[0] = hello
         others = range(1, self.place.nodes)
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)

@@ -185,7 +185,7 @@ def start_warnings(
     run_dir: Path,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """Return a warning for each problem that does not prevent the run. `here`: ranks on this node."""
+    """Return a warning for each problem that does not prevent the run. `here`: number of local ranks."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),

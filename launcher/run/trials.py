@@ -239,7 +239,7 @@ def timed_config(
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
     """Return the outcome of this trial in an earlier call; None if the trial must be run. Only the path
-    of the data may differ between their configurations, because `Output.begin_with` compares the hash."""
+    of the data may differ between the configurations, because `Output.begin_with` compares the hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -281,7 +281,7 @@ class Progress:
         self._done, self._run, self._seconds = 0, 0.0, 0.0
 
     def skip(self, share: float) -> None:
-        """Count a trial, of relative duration `share`, that is skipped or was run by an earlier call."""
+        """Count a trial that is skipped or was run by an earlier call. `share`: its relative duration."""
         self._done += 1
         self._left -= share
 
