@@ -26,7 +26,7 @@ OPTIONS = {
 }
 """Setting -> option of `data build` that changes it, for error messages."""
 SAMPLE_CHARS = 300  # maximum length of a sample in the report
-SHOWN_SOURCES = 20  # maximum rows of the table of sources, sorted by the share of text that was lost
+SHOWN_SOURCES = 20  # maximum rows of the table of sources; the largest shares of lost text come first
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),
@@ -50,7 +50,7 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Build shards, print a summary and return 0. `vocab_size`: for a tokenizer to be trained; None =
+    """Build shards, print a summary and return 0. `vocab_size`: size of a new tokenizer; None =
     VOCAB_SIZE. `overrides`: settings data.build.NAME=VALUE. Raise ConfigError if the input is unusable."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress

@@ -74,7 +74,7 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Return an issue for `option` if there are fewer devices than `ranks`, else []."""
+        """Return an issue if `ranks` ranks, set with `option`, need more GPUs than are visible, else []."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
@@ -102,7 +102,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace settings with options in ConfigErrors raised in the block. `options`: setting -> option."""
+    """Name options instead of settings in ConfigErrors from the block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -207,7 +207,7 @@ def has_package(name: str) -> bool:
 
 
 def built_data(config: Config) -> Path | None:
-    """Return the directory of the shards; None if none are built. Raise ConfigError on unusable sources."""
+    """Return the directory of the built shards, or None. Raise ConfigError if the sources are unusable."""
     if config.data.path is not None:
         return Path(config.data.path)
     found = _run_data_build(config, "find")
@@ -246,7 +246,7 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
-    """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
+    """Create and lock an output directory. On exit, undo both if the directory contains no other file.
     Raise ConfigError for `option` if the directory is not writable or in use. `what`: noun for messages."""
     is_new = not directory.exists()
     try:
@@ -307,8 +307,8 @@ class Output(Generic[P]):
     def begin(
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> tuple[dict[str, Any], Path, Manifest]:
-        """Prepare the data and call `begin_with`. Return the fields of a result file, the shard directory and
-        the manifest. Raise ConfigError as `begin_with` does, and if the data is unusable."""
+        """Prepare the data and call `begin_with`. Return its result, the shard directory and the manifest.
+        Raise ConfigError if `begin_with` does, or if the data is unusable."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):
@@ -355,8 +355,8 @@ class VerbOptions(NamedTuple):
         return log
 
     def measure(self, output: Output[P], run: Callable[[], tuple[StoredFile, Report, int]]) -> int:
-        """Lock the directory, call `run`, print its result and return its exit code. In a dry run, print the
-        plan if JSON is requested, and return 0."""
+        """Lock the directory, call `run`, write its report, print its result and return its exit code. In a
+        dry run, print the plan if JSON is requested, and return 0."""
         if self.dry_run:
             if self.as_json:
                 sys.stdout.write(results.to_json(output.plan))

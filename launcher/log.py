@@ -63,7 +63,7 @@ def logger(console: Console, as_json: bool) -> Log:
 
 
 def runnable(command: str) -> str:
-    """Replace `bert-dp` in a command with the program's absolute path, unless PATH finds this program."""
+    """Replace `bert-dp` in a command with its absolute path, unless the shell would find the same program."""
     own, found = Path(sys.executable).with_name("bert-dp"), shutil.which("bert-dp")
     if not command.startswith("bert-dp ") or (found and own.exists() and os.path.samefile(found, own)):
         return command

@@ -78,7 +78,7 @@ class Measurement(StoredFile):
     status: MeasureStatus = "complete"
     reason: str | None = None  # cause of status `failed`
     date: str | None = None
-    seconds: float | None = None  # total time of all trials, over all calls
+    seconds: float | None = None  # total duration of all trials, including those of earlier calls
     environment: dict[str, Any] = {}  # contents of environment.json
     config_hash: str | None = None
     config: dict[str, Any] = {}  # resolved configuration
@@ -94,7 +94,7 @@ class TuneFile(Measurement):
 
 
 class PlanFile(StoredFile):
-    """Options and configuration of a verb's first call with an output directory."""
+    """Configuration of a measuring verb in an output directory, and the options of its latest call."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DRAWS = 2000  # number of bootstrap draws
 BLOCK = 5  # steps per block; single steps are not resampled, because neighbouring step times are correlated
 LEVEL = 0.95  # confidence level
-WIDEST = 2.0  # largest high / low of the interval of a ratio that counts as measurable
+WIDEST = 2.0  # a ratio counts as measurable if high / low of its interval is at most this
 NORMAL = 1.960  # two-sided normal quantile at LEVEL
 
 
@@ -71,7 +71,7 @@ def is_measurable(interval: Sequence[float] | None) -> bool:
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
-    """Return [DRAWS] means of `steps`, resampled in circular blocks so that all steps have equal weight."""
+    """Return means, [DRAWS], of `steps` resampled in circular blocks, which give all steps equal weight."""
     import numpy as np
 
     count = -(-len(steps) // BLOCK)
@@ -82,7 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval [low, high] that contains a share LEVEL of draws; None without draws."""
+    """Return the central interval [low, high] with a share LEVEL of the draws; None if `draws` is None."""
     if draws is None:
         return None
     import numpy as np

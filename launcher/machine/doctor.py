@@ -16,7 +16,7 @@ from launcher.report.formats import count_of, format_gib
 from launcher.report.page import Report, Verdict
 
 MIN_TORCH = (2, 11)
-CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; doctor takes under 30 s, including the machine probe
+CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; with the machine probe, doctor takes under 30 s
 LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
@@ -25,7 +25,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of `doctor`: an observation and, unless ok, its consequence and fix."""
+    """Observation of `doctor` and, unless its level is ok, the consequence and a fix."""
 
     level: Level
     message: str
@@ -107,7 +107,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
             f"shared memory (/dev/shm): {format_gib(env.shm_gib)}",
-            "NCCL between the GPUs of a node may fail with a bus error or not start",
+            "NCCL between the GPUs of a node may not start, or may fail with a bus error",
             "start the container with --shm-size=8g or --ipc=host",
         ),
         _finding(
@@ -138,7 +138,7 @@ def diagnose(env: Environment) -> list[Finding]:
             all(env.numa_cores.get(node) for node in gpu_nodes),
             f"NUMA nodes: {numa_nodes}; usable: {cores}; nodes with GPUs: {', '.join(gpu_nodes) or 'none'}",
             "ranks access a GPU across the link between sockets",
-            "allow cores of each GPU's node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
+            "use cores of each GPU's NUMA node (Slurm: --cpus-per-gpu, --gpu-bind; container: --cpuset-cpus)",
         ),
     ]
 
@@ -188,7 +188,7 @@ def loopback() -> Finding:
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Measure how fast `module` writes, verifies and loads a checkpoint in `target` or its nearest parent."""
+    """Measure how fast `module` writes, verifies and loads a checkpoint in `target` or an existing parent."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:

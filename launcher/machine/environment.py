@@ -103,8 +103,8 @@ class Environment:
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
-        """Return the memory per rank in GiB (None if unknown) and a description of it: the free memory of the
-        GPU that has least, or an equal share of the host memory."""
+        """Return a rank's available memory in GiB (None if unknown) and its source as text. On GPUs, it is
+        the smallest free memory of any GPU; otherwise, it is an equal share of the host memory."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"memory of this machine / {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
@@ -164,7 +164,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:
-    """Return the lowest limit (cores, bytes or processes) of this process's control groups; None if none."""
+    """Return the lowest limit (cores, bytes or processes) of this process's control groups, or None."""
     limits = [_own_limit(group, controller) for group in control_groups(root, controller)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -207,7 +207,7 @@ def _disk(path: Path) -> Any:
 
 
 def existing(path: Path) -> Path:
-    """Return `path` or its nearest ancestor that is a directory."""
+    """Return `path` if it is a directory, else its nearest ancestor that is one."""
     path = path.absolute()
     return next((p for p in (path, *path.parents) if p.is_dir()), path)
 
@@ -232,7 +232,7 @@ def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
     if not devices:
         devices = _driver_gpus(root)
     selection = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if divided and all(divided) and selection is None:  # CUDA then uses one instance
+    if divided and all(divided) and selection is None:  # CUDA then uses only one instance
         return [_instance(devices[0][0])], len(devices), error
     return _visible(devices, selection), len(devices), error
 

@@ -26,7 +26,7 @@ from launcher.watch.display import Display
 
 
 def main(run_dir: Path, ranks: int, here: int) -> None:
-    """Display the run until rank 0 exits. Then complete summary.json, write the page and show the result."""
+    """Display the run until rank 0 exits. Then complete summary.json, and write and show the report."""
     os.nice(19)  # gives priority to the ranks
     rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
     began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())

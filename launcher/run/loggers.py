@@ -48,8 +48,7 @@ class Loggers:
     """Context manager that sends a run's records to services. A child's errors do not affect the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """`log`: function that prints a line. `wait`: on exit, wait until everything is sent,
-        without a time limit."""
+        """`log`: function that prints a line. `wait`: on exit, wait for the services without a time limit."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
         self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
@@ -77,7 +76,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input. Kill those that still run at the limit or after a stop signal."""
+        """Close the children's input. Kill children that still run at the time limit or a stop signal."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """One node of a multi-node run."""
 
     nodes: int
-    rank: int
+    rank: int  # number of this node, from 0
     address: str  # IP address of node 0, where the nodes rendezvous
     port: int
     interface: str  # network interface for the ranks of this node

@@ -54,10 +54,10 @@ class Order(NamedTuple):
 
 
 class Link:
-    """Connection to another launcher. One thread reads; another sends `status` in a `beat` every second."""
+    """Connection to another launcher. One thread reads; another sends a `beat` with `status` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: time without a message after which the other launcher is lost; at least SUSPENDED_S."""
+        """`limit_s`: time without a message after which the other launcher is lost (minimum: SUSPENDED_S)."""
         self._limit_s = max(limit_s, SUSPENDED_S)
         # how long a send may block if the link is cut and the buffer is full; the kernel's limit is 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
@@ -259,7 +259,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until `is_done()`, an issue or a lost node, at most for `seconds`. Return `is_done()`."""
+        """Wait up to `seconds` until `is_done()`; return its value. An issue or a lost node ends the wait."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -276,8 +276,8 @@ class Coordinator:
             raise ConfigError(self._issues)
 
     def gather(self, hello: Message) -> None:
-        """Wait for the launchers of all nodes. `hello`: facts about node 0. Raise ConfigError if a launcher
-        does not connect, or if nodes differ in facts that must be equal."""
+        """Wait for the launchers of all nodes. `hello`: node 0's `hello` message. Raise ConfigError if a
+        launcher does not connect, or if nodes differ in facts that must be equal."""
         self._hellos[0] = hello
         others = range(1, self.place.nodes)
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)
@@ -314,7 +314,7 @@ class Coordinator:
             link.send(kind, **facts)
 
     def _all(self, kind: str, attempt: int | None = None) -> dict[int, Message]:
-        """Return the newest message of this kind by node. With `attempt`, omit messages of other attempts."""
+        """Return {node: newest message of this kind}. With `attempt`, omit messages of other attempts."""
         with self._changed:
             newest = {k: self._newest[k, kind] for k in self._members if (k, kind) in self._newest}
         return {k: message for k, message in newest.items() if attempt in (None, message.get("attempt"))}
@@ -345,7 +345,7 @@ class Coordinator:
         return message["now_s"] - began_s - half_s, half_s
 
     def begin(self, start: RankStart, config: str) -> RankStart:
-        """Let members start their ranks; return the RankStart of node 0. `config`: text of config.yaml."""
+        """Make the members start their ranks; return node 0's RankStart. `config`: text of config.yaml."""
         self._attempt, self._sent_failed = self._attempt + 1, False
         store = listen(self.place.address, 0)
         port: int = store.getsockname()[1]

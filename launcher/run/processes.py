@@ -141,8 +141,8 @@ def run_ranks(
     watch: Watch | Member | None = None,
     peers: Coordinator | Member | None = None,
 ) -> RanksEnded:
-    """Start this node's ranks and wait for them. None of their processes outlives this call. `pending`: list
-    of stop signals, to which signals are added during the call."""
+    """Start this node's ranks and wait for them. None of their processes outlives this call. `pending`: stop
+    signals received so far; new ones are appended during the call."""
     node, logs = start.node, run_dir / "logs"
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), *start.worker]
@@ -269,8 +269,8 @@ def _unfinished(run_dir: Path) -> set[Path]:
 
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
-    """Complete rank 0's summary.json, or write one if rank 0 wrote none. `unknown`: the failure if `cause` is
-    None. Even if a stop signal is `pending`, a failure that has another cause is reported."""
+    """Complete rank 0's summary.json, or write one if there is none, and return the outcome. `unknown`: the
+    failure if `cause` is None. A failure is reported unless a stop signal in `pending` caused it."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
@@ -407,7 +407,7 @@ def kill_tree(workers: Workers) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs. A zombie does not count: an orphan may stay a zombie for seconds."""
+    """Return whether a process runs. A zombie does not count, because an orphan may stay one for seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # limit for the other agents to connect, once all launchers have
+ARRIVE = datetime.timedelta(minutes=5)  # limit for other agents to connect after all launchers have connected
 
 
 def handler_factory() -> Callable[[Any], Any]:

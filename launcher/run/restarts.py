@@ -34,7 +34,7 @@ class RunOptions:
     elastic: bool = False  # restart with fewer ranks after a rank was killed or a GPU was lost
     force: bool = False  # start even if the memory is expected to be insufficient
     profile: ProfilePlan | None = None  # steps to profile
-    place: Place | None = None  # this node of a multi-node run; every node runs this command
+    place: Place | None = None  # this node of a multi-node run; None = one node
     after_save: Sequence[str] = ()  # command to run with the path of each new checkpoint
 
 
@@ -103,8 +103,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Return the largest number of ranks that divides the batch. Leave out a killed rank and lost GPUs. If
-    there is no such number, return `ranks`."""
+    """Return the largest number of ranks that can share the batch. A killed rank or lost GPUs reduce the
+    maximum. If the batch cannot be divided, return `ranks`."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

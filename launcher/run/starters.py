@@ -21,8 +21,8 @@ from launcher.run.nodes import Place
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # see rendezvous.py; torchrun's own backends listen on all interfaces
-# prefixes of variables of an outer launcher, which are removed. torchrun reads PET_* as defaults of its
-# options; not every launcher overwrites the other variables
+# prefixes of an outer launcher's variables, which are removed. torchrun reads PET_* as defaults of its
+# options, and some launchers do not overwrite the other variables
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
@@ -97,9 +97,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. In a file, N = 1 is also allowed. If
-    the port were in use, accelerate would select a rendezvous that listens on all interfaces. Therefore, the
-    port is 1, on which no process listens.
+    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. A configuration file also allows
+    N = 1. If the port were in use, accelerate would select a rendezvous that listens on all interfaces.
+    Therefore, the port is 1, on which no process listens.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to continue"
 ALLOWED_FILES = (".*", "slurm-*.out", "lost+found")  # files that the directory of a new run may contain
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
-MAX_ESTIMATE_RATIO = 1.25  # estimate / available memory; a larger ratio is not due to the estimate's error
+MAX_ESTIMATE_RATIO = 1.25  # limit of estimate / available memory; it allows for the estimate's error
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
@@ -185,7 +185,7 @@ def start_warnings(
     run_dir: Path,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """Return a warning for each problem that does not prevent the run. `here`: ranks on this node."""
+    """Return a warning for each problem that does not prevent the run. `here`: number of local ranks."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -201,7 +201,7 @@ def start_warnings(
         warnings.append("compile: on has no effect on a BiLSTM")
     if not config.checkpoint.keep:
         warnings.append("checkpoint.keep is 0: nothing is saved, so an interrupted run starts over")
-    if anyone_writes(run_dir):  # only a warning, because some file systems have no modes
+    if anyone_writes(run_dir):  # only a warning, because some file systems have no permission bits
         warnings.append(f"{run_dir} is writable by every user; run `chmod o-w` on it")
     if config.precision == "bf16" and not job.gpus and not job.machine.bf16_units:
         units = " or ".join(checks.BF16_UNITS)

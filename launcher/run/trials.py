@@ -238,8 +238,8 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial in an earlier call; None if the trial must be run. The configurations
-    must be equal except for the path of the data: `Output.begin_with` compares the data's hash."""
+    """Return the outcome of this trial in an earlier call; None if the trial must be run. Only the path
+    of the data may differ between the configurations, because `Output.begin_with` compares the hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -281,7 +281,7 @@ class Progress:
         self._done, self._run, self._seconds = 0, 0.0, 0.0
 
     def skip(self, share: float) -> None:
-        """Count a trial, of relative duration `share`, that is skipped or was run by an earlier call."""
+        """Count a trial that is skipped or was run by an earlier call. `share`: its relative duration."""
         self._done += 1
         self._left -= share
 
@@ -389,7 +389,7 @@ class Runner:
         return outcome
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        """Return the JSON objects that a module prints. Warn if it fails. Raise Stopped after a signal."""
+        """Run a module; return the JSON objects it prints. Warn if it fails. Raise Stopped after a signal."""
         hidden = {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with processes.confined(cores):
             process = children.start_module(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEP_LINE_S = 10.0  # time between step lines on a terminal; elsewhere, every line is shown
 LINE_CHARS = 1000
-MAX_LINES = 50  # lines of rank 0 shown per poll; the log has all lines
+MAX_LINES = 50  # maximum lines of rank 0's log shown per poll
 ETA_LINES = 20  # logged steps used to extrapolate the remaining time
 QUIET_S = 30.0  # after this time without output, rank 0's activity is printed; a progress bar always shows it
 ACTIVITIES = {
@@ -49,10 +49,10 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # skipped when the file is rewritten with a new line
+        self._evaluated = set(self._evals.lines()[0])  # lines not to show again when the file is rewritten
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
-        self._left_s: float | None = None  # remaining time as estimated at _line_s
+        self._left_s: float | None = None  # estimate of the remaining time, made at _line_s
         self._line_s = self._noted_s = self._activity_s = time.monotonic()
         self._activity = ""  # activity of rank 0 since _activity_s
         self._flooded = self._crashed = False
@@ -87,7 +87,7 @@ class Display:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], json.loads(line)]
                 if replaced:
-                    continue  # this line precedes the resume
+                    continue  # this step was logged before the resume
                 now, hours = time.monotonic(), self._config.schedule.hours
                 self._left_s, self._line_s = eta_s(self._lines, hours), now
                 if self._bar is None or now - self._step_shown_s >= STEP_LINE_S:
@@ -144,7 +144,7 @@ class Display:
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
-        """Show the newest MAX_LINES lines of rank 0's log. Stop at a crash; the failure card shows it."""
+        """Show up to MAX_LINES new lines of rank 0's log. Omit a crash report; the failure card shows it."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server may not respond
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # the failure card follows
@@ -195,8 +195,8 @@ def heldout_line(line: Mapping[str, Any]) -> str:
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
-    """Estimate the seconds left: from the budget `hours` if given, else from the pace of the last lines of
-    metrics.jsonl. None while unknown."""
+    """Estimate the seconds left: from the budget `hours` if given, else from the pace in the last lines of
+    metrics.jsonl. Return None while it is unknown."""
     if hours is not None and lines:
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600

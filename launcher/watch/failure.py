@@ -58,7 +58,7 @@ MEANING: dict[int, tuple[str, str]] = {  # signal -> meaning and fix
         "install builds of torch and its extensions that support this CPU",
     ),
 }
-SPARE = 0.1  # share of memory left free because the estimate omits, e.g., buffers of collectives
+SPARE = 0.1  # share of memory that must stay free for what the estimate omits, such as buffers of collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RanksEnded(StoredModel):
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times to local time. `ahead_ns`: their clock's time minus the local clock's."""
+        """Convert the times from a clock that is `ahead_ns` ahead of the local clock to the local clock."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -106,7 +106,7 @@ def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
     """Return the first failure of any rank with its log, its consequences and the ranks with the same error;
-    None if no rank failed. Unusable input precedes other errors."""
+    None if no rank failed. Unusable input takes precedence over other errors."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
     # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
@@ -140,8 +140,8 @@ def first_cause(
 def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
-    """Return rank and exit code (None if unknown) of the first rank that failed without recording an error.
-    An exit code that `silent` lacks is read from the starter's output; deepspeed's does not name the rank."""
+    """Return (rank, exit code or None) of the first rank that failed without recording an error. If `silent`
+    lacks the exit code, read it from the starter's output. deepspeed's output does not name the rank."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
@@ -183,7 +183,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add to a failure that the run directory is not writable. If no cause is known, this is the cause."""
+    """Add `error`, raised by a write to RUN, to a failure. If no other cause is known, it is the cause."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
@@ -298,7 +298,7 @@ def explain_memory(
 def suggest_micro_batch(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return two texts: the memory estimate per rank, and a fix, the next smaller micro batch that fits.
+    """Return two texts: the memory estimate per rank, and the next smaller micro batch that fits.
 
     A micro batch fits if its estimate is at least 10 % (SPARE) below both `capacity_gib` and the estimate of
     the current micro batch, because a run may fail although its estimate is below the capacity.

@@ -24,7 +24,7 @@ from launcher.machine.environment import process_stat, read_text
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # maximum time counted between two polls; a longer gap means that this process was stopped
 ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
-REPORT_AT = 0.8  # evidence is collected at this share of the limit, so that the report is in time
+REPORT_AT = 0.8  # share of the hang limit at which evidence is collected, so that the report is in time
 PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without progress
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
@@ -47,7 +47,7 @@ COMPILES = (
     "torch/_inductor/cpp_builder.py",
 )
 BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # sizes may differ between ranks
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # their sizes may differ between ranks
 
 Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
@@ -120,9 +120,9 @@ class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
-    rank, are silent for hang_after_s and for 3 median steps. The limit is at least PATIENT_S while a rank's
-    stack shows compilation. If all ranks are silent, it is also at least PATIENT_S while one of them is in a
-    PATIENT phase, and until the first step is done.
+    rank, are silent for a time limit: hang_after_s or 3 median step times, whichever is longer. The limit is
+    at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is also at least
+    PATIENT_S while one of them is in a PATIENT phase, and until the first step is done.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
@@ -139,8 +139,8 @@ class Watch:
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
-        """Check the ranks (rank -> process), at most every LOOK_EVERY_S. Return the hang if the run must be
-        killed. `now`: seconds on the monotonic clock; None reads the clock."""
+        """Check the ranks, at most every LOOK_EVERY_S. Return the hang if the run must be killed. `workers`:
+        rank -> process. `now`: seconds on the monotonic clock; None reads the clock."""
         now = time.monotonic() if now is None else now
         if now - self._looked < LOOK_EVERY_S or not workers:
             return None
@@ -171,7 +171,7 @@ class Watch:
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
             self._completed, self._completed_s = step, clock
-        elif step - 1 > self._completed:  # mean step time since the poll that saw the previous step end
+        elif step - 1 > self._completed:  # mean time of the steps that have ended since _completed_s
             self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
             self._completed, self._completed_s = step - 1, clock
 
@@ -233,7 +233,7 @@ class Watch:
         return self.hang if self.ends else None
 
     def report_continued(self) -> None:
-        """Report that the run continued. The launcher calls this if the run ends before the next poll."""
+        """Report that the run continued. The launcher also calls this if a run ends before the next poll."""
         self._write([f"the run continues after {self._clock_s - self._hung_since_s:.0f} s without progress"])
         self.hang = None
 
