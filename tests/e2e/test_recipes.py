@@ -19,7 +19,7 @@ MORE = {
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.max_tokens_per_char=0"],
     "train": [*SMALL, "model.vocab_size=400", "schedule.hours=null", "schedule.steps=4"],
     "finetune": ["schedule.epochs=1"],
-    "scale": [*SMALL, "model.vocab_size=400", *"--steps 2 --warm-up 1 --repeats 1 --accumulation 2".split()],
+    "scale": [*SMALL, "model.vocab_size=400", *"--steps 2 --warm-up 1 --repeats 1".split()],
     "tune batch": [
         *SMALL,
         *("model.vocab_size=400", "batch.micro_size=auto", "schedule.hours=null", "schedule.steps=8"),
