@@ -21,7 +21,7 @@ HUBER = 1e-3  # |ln(fit / loss)| above which the Huber loss is linear (Hoffmann 
 EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
 BASINS = 3  # L-BFGS refines this many of the local minima on the grid of exponents
-SECOND_BASIN = 1.10  # other minima are reported up to this multiple of the best sum of losses
+SECOND_BASIN = 1.10  # minima up to this multiple of the lowest summed Huber loss are reported
 DRAWS = 100  # resampled fits per interval
 MANY_BUDGETS = 6  # minimum number of budgets for resampling the budgets too
 

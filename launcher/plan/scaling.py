@@ -429,14 +429,14 @@ ROW = (
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
-    """Report the predictions, the gains on the most GPUs, the measured cells and the assumptions.
+    """Report predictions, gains for the largest number of GPUs, measured cells and assumptions.
 
     `config`: configuration of the model, for the suggested `scale` command.
     """
     rows = prediction.rows
     last = max(rows, key=lambda row: row.world_size)
     levers = [
-        words(lever.lever, format_change(lever.gain), "upper bound, not a setting" if lever.bound else "")
+        words(lever.lever, format_change(lever.gain), "upper bound, not achievable" if lever.bound else "")
         for lever in last.levers
     ]
     counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))

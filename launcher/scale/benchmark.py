@@ -88,7 +88,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
         reason = "the batch cannot be split among independent copies, or the copies do not fit in memory"
-        log(f"warning: {mode} mode, {n} ranks: no ceiling and no exposed communication, because {reason}")
+        log(f"warning: {mode} mode, {n} ranks: ceiling and exposed communication unknown, because {reason}")
     for line in grid.overridden(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
