@@ -208,8 +208,8 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function that returns a configuration's speed: measured by --from or the frontier's runs,
-        or estimated for --gpu. Raises ConfigError if --from measured another configuration."""
+        """Return a function that maps a configuration to its speed: read from --from, estimated for --gpu, or
+        interpolated between the frontier's runs. Raises ConfigError if --from measured other settings."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -499,7 +499,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Return a value of the law, mapped by `shown`, and its interval, which `more` widens in quadrature."""
+    """Evaluate `value` on the law, widen its interval by `more` in quadrature, and map both with `shown`."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
     ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} completed runs"

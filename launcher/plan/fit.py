@@ -28,7 +28,7 @@ CONTRADICTS = (
     "by a factor of {:.1f} (median over budgets). Repeated data or unfinished runs can cause this."
 )
 OUTSIDE = "The sizes that were run do not enclose the best size for {}: add smaller or larger models."
-OTHERS = "Another law fits nearly as well (sum of losses within 10 %), so the optimum is uncertain."
+OTHERS = "Another law fits nearly as well (sum of Huber losses within 10 %), so the optimum is uncertain."
 
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
@@ -71,7 +71,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
 
 
 def read_table(path: Path) -> list[CompletedRun]:
-    """Read a CSV file with budget_flops, parameters, loss and optionally tokens. Raises ConfigError."""
+    """Read runs from a CSV file: budget_flops, parameters, loss, optionally tokens. Raises ConfigError."""
     with refusing("--table", str(path)):
         text = read_regular(path, files.MAX_JSON_BYTES).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))

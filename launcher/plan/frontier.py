@@ -87,7 +87,7 @@ class Frontier(StoredFile):
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Median factor between the best sizes by the law and by the parabolas, over budgets that have both."""
+    """Median factor by which the best sizes of the law and the parabolas differ, over budgets with both."""
     outside: list[float] = []  # budgets for which the sizes that were run do not enclose a minimum
     mask_rate: float | None = None
     sequence_length: int | None = None

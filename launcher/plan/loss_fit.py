@@ -20,8 +20,8 @@ Floats = NDArray[np.float64]
 HUBER = 1e-3  # |ln(fit / loss)| above which the Huber loss is linear (Hoffmann et al., D.2)
 EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
-BASINS = 3  # number of local minima on the grid of exponents to refine by L-BFGS
-SECOND_BASIN = 1.10  # other minima are reported up to this multiple of the best sum of losses
+BASINS = 3  # L-BFGS refines this many of the local minima on the grid of exponents
+SECOND_BASIN = 1.10  # minima up to this multiple of the lowest summed Huber loss are reported
 DRAWS = 100  # resampled fits per interval
 MANY_BUDGETS = 6  # minimum number of budgets for resampling the budgets too
 
@@ -53,7 +53,7 @@ def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -
 
 
 def _minima(logs: Floats, flops: float) -> list[LossLaw]:
-    """Return the laws at the lowest minima, best first. logs: logarithms of N, D and the loss, [3, runs]."""
+    """Return the laws at the lowest minima, best first. `logs`: ln of N, D and the loss, [3, runs]."""
     ndimage = require("scipy.ndimage", "glue", "RUNS: fitting")
     a, b = (axis.ravel() for axis in np.meshgrid(EXPONENTS, EXPONENTS, indexing="ij"))
     constants, sums = _project(logs, a, b)
@@ -157,5 +157,5 @@ def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bo
 
 
 def parabola_exponent(minima: Mapping[float, float]) -> float:
-    """Fit the exponent b of N_opt ~ C^b by least squares in log-log space."""
+    """Fit the exponent x of N_opt ~ C^x by least squares in log-log space."""
     return float(np.polyfit(np.log(list(minima)), np.log(list(minima.values())), 1)[0])

@@ -66,7 +66,7 @@ class PlanSpec:
 
     @property
     def per_node(self) -> int:
-        """GPUs per node; default: 8. Without --inter, and with no --link or a loopback, it is all GPUs."""
+        """GPUs per node. Default: 8, or all GPUs if --inter is absent and --link is absent or a loopback."""
         if self.gpus_per_node is not None:
             return self.gpus_per_node
         local = self.link is None or find_link(self.link).kind == "loopback"
@@ -138,8 +138,8 @@ def predict_measured(scaling: Scaling) -> Prediction | None:
 def scenario_of(
     source: PlanSource, spec: PlanSpec, ranks: int, tensor: int = 1, accumulation: int = 1
 ) -> Scenario:
-    """Return the scenario of one row. Without --link, it uses the all-reduce measured over the smallest
-    number of ranks that is at least `ranks`, or else over the largest number."""
+    """Return the scenario of one row. Without --link, it uses the all-reduce times of the smallest
+    measured number of ranks that is at least `ranks`, or else of the largest one."""
     curve = None
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
@@ -429,14 +429,14 @@ ROW = (
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
-    """Report the predictions, the gains on the most GPUs, the measured cells and the assumptions.
+    """Report predictions, gains for the largest number of GPUs, measured cells and assumptions.
 
     `config`: configuration of the model, for the suggested `scale` command.
     """
     rows = prediction.rows
     last = max(rows, key=lambda row: row.world_size)
     levers = [
-        words(lever.lever, format_change(lever.gain), "upper bound, not a setting" if lever.bound else "")
+        words(lever.lever, format_change(lever.gain), "upper bound, not achievable" if lever.bound else "")
         for lever in last.levers
     ]
     counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))

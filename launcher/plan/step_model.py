@@ -121,7 +121,7 @@ class Fabric:
     inter: LinkSpec | None = None
     nics: float = 1  # per node
     curve: AllReduceCurve | None = None  # replaces `intra` within one node
-    speed: float = 1.0  # factor on every bandwidth and on the latency of a measured curve
+    speed: float = 1.0  # multiplies every bandwidth and divides the times of `curve`
 
     def nodes(self, ranks: int) -> int:
         """Return the number of nodes filled by `ranks` ranks."""

@@ -1,6 +1,6 @@
 """Convert a Figure to the JSON input of plotly's script.
 
-Colours are given by name. page.js replaces each name by the theme's colour.
+Colours are given by name. page.js replaces each name with the theme's colour.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Return a trace's legend settings. Traces of the same name share an entry; a click on it hides them."""
+    """Return a trace's legend settings. Traces of the same name share one entry. A click on it hides them."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}

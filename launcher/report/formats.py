@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units written directly after the SI prefix; others follow a space
-HUGE = 1e300  # number() rejects larger magnitudes and zeroes those below 1 / HUGE: quotients may overflow
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # written directly after the SI prefix; other units follow a space
+HUGE = 1e300  # quotients of numbers above this, or below its inverse, may overflow
 
 
 def number(value: object) -> float | None:

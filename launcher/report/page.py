@@ -1,6 +1,6 @@
 """Define the parts of a report, and print reports on the console; html.py renders them as pages.
 
-A row of a table shows one part of a result, e.g. a run. A column shows one quantity, with its unit.
+Most tables have a row for each part of a result, e.g. each run, and a column for each quantity.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Report:
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
-    tiles: Sequence[TableRow] = ()  # rows whose only value is highlighted
+    tiles: Sequence[TableRow] = ()  # rows with one value, which the page highlights
     sections: Sequence[ReportSection] = ()
     next: str = ""  # suggested next command
 
@@ -176,7 +176,7 @@ def words(label: str, text: str | None, note: str = "", *, console: bool = True)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Split points into x and y. Omit points whose x is not a number; replace y by None if not a number."""
+    """Split points into x and y. Omit points whose x is not a number. A y that is not one becomes None."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
@@ -193,7 +193,7 @@ def record(title: str, content: Mapping[str, Any]) -> ReportSection:
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Join `front` and the known facts of `environment`: processor, torch version, commit and date."""
+    """Join `front` with the processor, torch version, commit and date in `environment`, if recorded."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]

@@ -180,7 +180,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Return a warning about MAX_PASSES or more passes over the training text, except the built-in corpus."""
+    """Warn of MAX_PASSES or more passes over the training text, unless it is the built-in corpus."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
@@ -269,7 +269,7 @@ def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
 def _split(summary: Summary) -> dict[str, float]:
     """Return the seconds of each known part of the wall time, with training split into its parts."""
     seconds = dict(summary.time_s)
-    if seconds:  # the parts may exceed `train`: host and device times overlap slightly
+    if seconds:  # the parts may exceed `train`, because host and device times overlap slightly
         named = sum(seconds.get(part, 0.0) for part in TRAIN_PARTS)
         seconds["other"] = max(0.0, seconds.get("train", 0.0) - named)
     return {part: seconds[part] for part in SPLIT if part in seconds}
@@ -428,8 +428,8 @@ def _times(run: RunFiles) -> list[TableRow]:
     if wall and summary.command_s is not None and not summary.restarts:
         rest = max(0.0, summary.command_s - wall)
         note = (
-            f"{format_duration(summary.command_s)} from the start of the command to the end of the last rank "
-            "minus the wall time: checks, data, starting and stopping processes"
+            f"{format_duration(summary.command_s)} from the start of the command to the end of the last rank"
+            ", minus the wall time; includes checks, data, and starting and stopping processes"
         )
         rows.append(value("start-up", rest, "duration", note))
     if parts:
@@ -442,14 +442,14 @@ def _times(run: RunFiles) -> list[TableRow]:
 
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
-    # tokens since this start of the run; the energy covers the same period
+    # tokens since the run was last started or resumed, the period that the energy covers
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
     each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
     amounts = [
         ("energy", summary.energy_j, "J", f"{each} per million tokens, {_ranks(summary)}{since}"),
         ("cost", spent.dollars, "$", price),
-        ("total energy", spent.kwh, "kWh", f"source: {spent.energy_origin or 'none'}; times run.pue"),
+        ("total energy", spent.kwh, "kWh", f"source: {spent.energy_origin or 'none'}; multiplied by run.pue"),
         ("CO2", spent.co2_kg, "kg", "total energy in kWh x run.grams_co2_per_kwh / 1000"),
     ]
     memory = f"highest of {_ranks(summary)}{since}"
@@ -591,7 +591,7 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # files of these evaluations
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # the files match the summaries
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)

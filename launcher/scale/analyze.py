@@ -98,9 +98,9 @@ class CellRuns:
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the straggler figures: the slowest rank's compute time / the median of the other ranks'.
+        """Return the straggler figures. The ratio is the slowest rank's compute time / the others' median.
 
-        The ratio is the geometric mean over repeats. Returns {} for one rank, and for fsdp, DeepSpeed and
+        It is the geometric mean over repeats. Returns {} for one rank, and for fsdp, DeepSpeed and
         tensor parallelism, whose ranks synchronize in the forward pass.
         """
         ranks = range(self.cell.world_size)
@@ -199,7 +199,7 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in measured.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind
+        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind it
         launch_fraction=measured.part("host_s") / measured.part("step_s") if on_gpu else None,
         launch_fraction_ci95=measured.share_interval("host_s") if on_gpu else None,
         **_loss(measured, single, settings.precision),
@@ -266,7 +266,7 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with those of the single-rank run. {} if not comparable."""
+    """Compare the first repeat's losses with those of the single-rank run. Returns {} if not comparable."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
@@ -285,7 +285,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: the single-rank run did not log the same steps")
     if cell.loss_agrees is False:
-        flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation} (relative)")
+        flags.append(f"not the same model: losses differ by {cell.loss_deviation} (relative) from one rank's")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
     if sent is not None and sent[0] > 1:
         flags.append("faster than its ceiling: the engine does less work per rank than an independent copy")
@@ -343,11 +343,11 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if not is_measurable(cell.efficiency_ci95):
         return _diagnosis(cell, "not_measurable", reached)
     if low >= MIN_EFFICIENCY:
-        return _diagnosis(cell, "scales", f"{reached}; no loss exceeds its bound", "nothing")
+        return _diagnosis(cell, "scales", f"{reached}; no bottleneck was found", "nothing")
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
-        evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no loss exceeds its bound"
+        evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no bottleneck was found"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no single loss has an interval entirely beyond its bound"
+    evidence = f"{reached}; no single cause has an interval entirely beyond its bound"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 

@@ -88,7 +88,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
         reason = "the batch cannot be split among independent copies, or the copies do not fit in memory"
-        log(f"warning: {mode}, {n} ranks: cannot measure ceiling and exposed communication, because {reason}")
+        log(f"warning: {mode} mode, {n} ranks: ceiling and exposed communication unknown, because {reason}")
     for line in grid.overridden(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
@@ -110,7 +110,7 @@ def measure(
 
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
-    """Run all measurements that earlier calls have not finished. Raise Stopped after a stop signal."""
+    """Run all measurements that earlier calls have not finished. Raises Stopped after a stop signal."""
     _run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
     _measure_device(grid, runs, log)

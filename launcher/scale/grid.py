@@ -36,7 +36,7 @@ class Settings:
     launcher: str
     repeats: int
     steps: int  # timed optimizer steps per run
-    warm_up: int  # untimed steps that first fill caches and memory pools
+    warm_up: int  # untimed steps before the timed ones; they fill caches and memory pools
     accumulation: int | None  # micro batches per step in weak mode; None: 1
 
 
@@ -51,8 +51,8 @@ class Grid:
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks as ranks are added.
     Each mode has two baselines on one rank, `single` and ddp. For each larger number of ranks, it also has a
-    ceiling: as many independent copies, with the same samples per rank. A ceiling is omitted if its batch
-    cannot be split evenly or if the copies do not fit in memory.
+    ceiling: one independent copy of the training per rank, with the same samples per rank. A ceiling is
+    omitted if its batch cannot be split evenly or if the copies do not fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
@@ -83,7 +83,7 @@ class Grid:
             config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
             memory = check_memory(config, ranks, self._machine, on_gpu=self.on_gpu)
-            # compiled steps on a GPU need less memory than estimated: check weights, gradients and state only
+            # compiled GPU steps need less memory than estimated, so check only weights, gradients and state
             if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
                 raise ConfigError(issues)
         except ConfigError as error:

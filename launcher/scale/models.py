@@ -115,7 +115,7 @@ class Peak(StoredFile):
 
     hint: ClassVar[str] = MEASURE_AGAIN
     precision: str | None = None  # precision of matmul_flops
-    matmul_flops: Positive | None = None  # highest rate of several matrix shapes
+    matmul_flops: Positive | None = None  # highest rate over several matrix shapes
     datasheet_flops: float | None = None
 
 

@@ -41,7 +41,7 @@ function estimate(value) {
   return [middle, middle - half, middle + half];
 }
 
-// returns the answer for a state (unit, amount, gpu, count, price, ratio), or the budget's bound if no size fits
+// returns the answer for a state (unit, amount, gpu, count, price, ratio), or the nearest feasible budget if no size fits
 function plan(state) {
   const device = data.devices[state.gpu], rates = device.rates[state.count], sizes = data.sizes.slice(0, rates.length);
   const perHour = {
