@@ -71,7 +71,7 @@ def is_measurable(interval: Sequence[float] | None) -> bool:
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
-    """Return means, [DRAWS], of `steps` resampled in circular blocks, which give all steps equal weight."""
+    """Resample `steps` in circular blocks, which give all steps equal weight; return the means, [DRAWS]."""
     import numpy as np
 
     count = -(-len(steps) // BLOCK)

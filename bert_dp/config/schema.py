@@ -253,7 +253,7 @@ class ModelConfig(Section):
     head: Literal["none", "dense"] = "none"
     """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
     decoder_bias: bool = False
-    """Add a bias per token to the tied decoder."""
+    """Add a bias for each vocabulary entry to the tied decoder."""
     bias: bool = False
     """Add biases to the linear layers, except for keys: the gradient of a key bias is exactly zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)

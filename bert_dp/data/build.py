@@ -274,7 +274,7 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, and write every other document to train or held_out, chosen by the hash of its text.
+    """Drop duplicates, and write the remaining documents to train or held_out, by the hashes of their texts.
     Add up the COUNTS in each source's record. Return {stage: documents dropped}. Raises ConfigError if the
     tokenizer loses too much of a source."""
     options = plan.config.data.build

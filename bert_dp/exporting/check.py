@@ -1,5 +1,8 @@
-"""Compare an exported model with its run on the same batches. The exported model runs in a process that
-cannot import bert-dp. Axes: B sequences, S positions, O outputs per position or per sequence."""
+"""Compare an exported model, on the same batches, with the run that it was exported from.
+
+The exported model runs in a process that cannot import bert-dp. Axes: B sequences, S positions, O outputs per
+position or per sequence.
+"""
 
 import json
 import os

@@ -285,7 +285,7 @@ class Summary(StoredFile):
     failed_saves: int | None = None
     """Number of checkpoints that this start could not write."""
     failed_writes: int | None = None
-    """Number of failed writes of logs and records on all ranks. Their lines are missing."""
+    """Number of lines of logs and records, over all ranks, that are missing because a write failed."""
     noise_scale: NoiseScale | None = None
     """null unless log.noise_scale is true."""
     profiled_steps: list[int] | None = None

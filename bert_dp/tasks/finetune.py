@@ -211,7 +211,7 @@ class Finetuning:
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
         """Yield this replica's batches, sorted by length. Copies of the longest example fill up the last
-        batches. All replicas get equally many, because some engines communicate in the forward pass."""
+        batches. All replicas get the same number, because some engines communicate in the forward pass."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))

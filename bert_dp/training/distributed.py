@@ -264,7 +264,7 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send the new amount spent after a pause, which `exchange` could not predict. Collective."""
+        """Send the amount spent again after a pause, because its length was not predictable. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)

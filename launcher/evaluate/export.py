@@ -59,9 +59,9 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 def check_report(check: ExportCheck) -> Report:
     """Return the report of a comparison, with a verdict and the worst values over all batches."""
     shares = [row.top1 for row in check.rows if row.top1 is not None]
-    allowed = "the limit applies to fp32 only"
+    allowed = "no limit: only fp32 exports have one"
     if check.tolerance is not None:
-        allowed = f"limit {check.tolerance:.0e}; relative to the largest output if that exceeds 1"
+        allowed = f"limit {check.tolerance:.0e}; divided by the largest output if that exceeds 1"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"

@@ -209,7 +209,7 @@ class BudgetOptions:
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
         """Return a function that maps a configuration to its speed: read from --from, estimated for --gpu, or
-        interpolated between the frontier's runs. Raises ConfigError if --from measured other settings."""
+        interpolated between the frontier's runs. Raises ConfigError if --from has other settings."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -330,7 +330,7 @@ def make_plan(
     rate_of: Callable[[Config], Rate],
     fit: Frontier | None = None,
 ) -> BudgetPlan:
-    """Plan a budget. Without `fit`, a ratio or keep_model, the models of the plan are the published answers.
+    """Plan a budget. If `fit`, keep_model and a ratio are absent, published scaling laws size the models.
 
     `rate_of` returns the tokens/s of a configuration, or raises ConfigError if it does not fit the device.
     Raises ConfigError if the budget is too small for every size, or larger than the largest size can use.

@@ -44,7 +44,7 @@ def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
     message = f"clock of {nodes.name(rank)}: {offset_s * 1e3:+.0f} ms ± {error_s * 1e3:.0f} ms from node 0's"
     if abs(offset_s) <= MAX_CLOCK_S + error_s:
         return Finding("ok", message)
-    return Finding("warn", message, "dates in the nodes' logs are not comparable", "run chrony or ntpd")
+    return Finding("warn", message, "timestamps in the nodes' logs are not comparable", "run chrony or ntpd")
 
 
 def _link(nodes: peers.Coordinator, rank: int) -> Finding:

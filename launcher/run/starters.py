@@ -97,9 +97,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. A configuration file also allows
-    N = 1. If the port were in use, accelerate would select a rendezvous that listens on all interfaces.
-    Therefore, the port is 1, on which no process listens.
+    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. accelerate accepts it for N = 1 only
+    in a configuration file. If the port were in use, accelerate would select a rendezvous that listens on all
+    interfaces. Therefore, the port is 1, on which no process listens.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",

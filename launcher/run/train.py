@@ -218,7 +218,7 @@ def run_locked(
     nodes: peers.Coordinator | None,
     console: Console,
 ) -> int:
-    """Run in the locked directory and return the exit code. No file is written before all checks pass."""
+    """Train in the locked `run_dir` and return the exit code. Nothing is written there before all checks."""
     log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
@@ -525,7 +525,7 @@ def describe(
         *(
             model
             if config.task is None
-            else [f"task    {config.task}: the task defines model, data and memory"]
+            else [f"task    {config.task}: model, data and memory depend on the task"]
         ),
         f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
         f"rate    {peak_lr(config).equation}; {config.optim.name}",

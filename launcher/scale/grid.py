@@ -51,7 +51,7 @@ class Grid:
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks as ranks are added.
     Each mode has two baselines on one rank, `single` and ddp. For each larger number of ranks, it also has a
-    ceiling: one independent copy of the training per rank, with the same samples per rank. A ceiling is
+    ceiling: one independent copy of the training per rank, with as many samples per rank. A ceiling is
     omitted if its batch cannot be split evenly or if the copies do not fit in memory.
     """
 

@@ -126,7 +126,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return issues with the length of whole runs. `tokens`: their length; None = as given or configured."""
+    """Return issues with the length of whole runs: `tokens`, else --tokens, else the configured budget."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"

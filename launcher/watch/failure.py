@@ -140,8 +140,8 @@ def first_cause(
 def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
-    """Return (rank, exit code or None) of the first rank that failed without recording an error. If `silent`
-    lacks the exit code, read it from the starter's output. deepspeed's output does not name the rank."""
+    """Return (rank, exit code or None) of the first rank that failed without recording an error, else None.
+    An exit code that `silent` lacks is read from the output of torchrun, accelerate or deepspeed."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
