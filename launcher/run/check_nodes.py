@@ -48,7 +48,7 @@ def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _link(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Measure an all-reduce between a process here and one on node number `rank`."""
+    """Measure an all-reduce between a process on node 0 and one on node `rank`."""
     place, what = nodes.place, f"all-reduce with {nodes.name(rank)}"
     with peers.listen(place.address, 0) as store:
         port: int = store.getsockname()[1]
@@ -64,8 +64,8 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
-    """Run one rank of a two-rank all-reduce, and return (output, error) as run_command does. `store`:
-    descriptor of the bound socket on which rank 0 serves the store; empty for rank 1."""
+    """Run one rank of a two-rank all-reduce, and return (output, error) as run_command does. `store`: on
+    rank 0, a list with the descriptor of the bound socket for the store; on rank 1, empty."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)

@@ -76,7 +76,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input. Kill children that still run at the time limit or a stop signal."""
+        """Close the children's input. Kill children that still run after the time limit or a stop signal."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
@@ -101,7 +101,7 @@ class Loggers:
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
-    """Send all records of a run to services, as a new run in each. Return `Loggers.exit_code`."""
+    """Send all records of a run to each service, as a new run there. Return `Loggers.exit_code`."""
     with Loggers(run_dir.resolve(), names, log, wait=True) as loggers:
         pass
     return loggers.exit_code
@@ -154,7 +154,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
             writer.write(step, values)
     last = max(reader.sent for reader in readers)
     writer.finish(last, *summary_facts(run_dir))
-    with (run_dir / LOG).open("a") as file:  # raises if the disk is full, which some services ignore
+    with (run_dir / LOG).open("a") as file:  # raises if the disk is full; some services do not
         file.write(f"{service}: sent up to step {last}\n")
 
 

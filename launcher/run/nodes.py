@@ -79,7 +79,7 @@ def find_place(
 
 
 def manager_variables(environ: Mapping[str, str]) -> Variables:
-    """Return the values set by the cluster manager that started this process on several nodes, if any did.
+    """Return the values set by the cluster manager that started launchers on several nodes, or `Variables()`.
     Raise ConfigError if managers contradict each other, or if srun started several launchers on a node."""
     get, found = environ.get, {}
     # not SLURM_NNODES, which is also set in a batch script, where only one launcher runs
@@ -113,7 +113,7 @@ def first_host(names: str) -> str:
 
 def _number(option: str, given: int | None, text: str | None) -> int | None:
     """Return `given`, the value of `option`; if it is None, parse `text`, the value of a variable. Raise
-    ConfigError if `text` is not a whole number."""
+    ConfigError if `text` is not a whole number or exceeds MAX_RANKS."""
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
@@ -142,7 +142,7 @@ def _resolve(endpoint: str) -> tuple[str, int]:
 
 
 def _interface(name: str | None, address: str) -> str:
-    """Return `name`, by default the interface that routes to `address`. Raise ConfigError if it is absent."""
+    """Return `name`, or else the interface that routes to `address`. Raise ConfigError if it is absent."""
     interfaces, here = psutil.net_if_addrs(), socket.gethostname()
     if name is None:
         try:

@@ -59,7 +59,7 @@ class Link:
     def __init__(self, connection: socket.socket, limit_s: float):
         """`limit_s`: time without a message after which the other launcher is lost (minimum: SUSPENDED_S)."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # how long a send may block if the link is cut and the buffer is full; the kernel's limit is 2**31 - 1
+        # ms a send may block if the link is cut and the buffer is full; the kernel's limit is 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
@@ -259,7 +259,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait up to `seconds` until `is_done()`; return its value. An issue or a lost node ends the wait."""
+        """Wait for `is_done()`, up to `seconds`; return its value. An issue or a lost node ends the wait."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -418,7 +418,7 @@ class Coordinator:
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
         """Return (cause with its node's name, number of the node). If `cause` is None or only a consequence
         (`peer_gone`, `no_cause`), a lost node is the cause. If no node is lost and `failed_first` is not 0,
-        the cause is the failure `unknown` of that node."""
+        the cause is the failure `unknown`, on node `failed_first`."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -470,7 +470,7 @@ class Member:
         self._received: set[str] = set()  # kinds of messages since the last `start`
         self._looked_s = 0.0
         self._ranks: dict[int, tuple[Heartbeat, str]] = {}
-        self.heartbeats: Path | None = None  # directory of the heartbeats of this node's ranks
+        self.heartbeats: Path | None = None  # directory with the heartbeats of this node's ranks
         link.start(self._hear)
 
     def _hear(self, message: Message) -> None:

@@ -100,7 +100,7 @@ def run(
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
         output = "".join(each.said for each in by_node.values())
-        # time -> node, of nodes whose torchrun failed before any rank did and whose ranks recorded no error
+        # time -> node, for each node whose torchrun failed before any rank and whose ranks recorded no error
         first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
         failed_ns = {
             each.failed_ns: k
@@ -233,7 +233,7 @@ def _follow(
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        if failed and not last_s:  # even while stopping, because a signal kills a rank without a handler
+        if failed and not last_s:  # even while stopping: the signal kills a rank that has no handler yet
             failed_s = time.monotonic()
             deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
             last_s = failed_s + SAVE_AFTER_FAILURE_S
@@ -407,7 +407,7 @@ def kill_tree(workers: Workers) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs. A zombie does not count, because an orphan may stay one for seconds."""
+    """Return whether a process runs. Zombies do not count: an orphan may stay a zombie for seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

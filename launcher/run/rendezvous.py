@@ -31,7 +31,7 @@ def handler_factory() -> Callable[[Any], Any]:
 
         @property
         def use_agent_store(self) -> bool:
-            return self.master_port != 0  # on one node, workers use a separate file
+            return self.master_port != 0  # on one node, workers rendezvous through another file
 
     def make(params: RendezvousParameters) -> StaticRendezvous:
         """Create a handler. The endpoint is a FileStore's path on one node, else a TCPStore's HOST:PORT."""

@@ -74,7 +74,7 @@ def supervise(
         if options.elastic:
             ranks = ranks_left(config, ranks, failure)
         wait_s = 2.0**idle
-        if after != before or resume == "never":  # otherwise, no rank has read the requested checkpoint yet
+        if after != before or resume == "never":  # otherwise, nothing was saved: resume as requested again
             resume = "auto"
         place, headline = f"step {after[0]}" if after[0] >= 0 else "the start", failure.headline()
         log(
@@ -94,7 +94,7 @@ def supervise(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
-    """Return the step and mtime (ns) of the newest checkpoint, or (-1, 0). Saving again changes the mtime."""
+    """Return the newest checkpoint's step and mtime (ns), or (-1, 0). A repeated save changes the mtime."""
     newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0
@@ -103,8 +103,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Return the largest number of ranks that can share the batch. A killed rank or lost GPUs reduce the
-    maximum. If the batch cannot be divided, return `ranks`."""
+    """Return the largest number of ranks that can share the batch. It is less than `ranks` if GPUs were lost
+    or a rank was killed. Return `ranks` if no number is possible."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

@@ -1,7 +1,6 @@
 """Build the command and environment with which torchrun, accelerate or deepspeed starts this node's workers.
 
-Nothing else is needed: the workers do not depend on accelerate's default configuration, on deepspeed's
-hostfile or on variables of an outer launcher.
+accelerate's default configuration, deepspeed's hostfile and variables of an outer launcher have no effect.
 """
 
 import dataclasses
@@ -97,9 +96,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. accelerate accepts it for N = 1 only
-    in a configuration file. If the port were in use, accelerate would select a rendezvous that listens on all
-    interfaces. Therefore, the port is 1, on which no process listens.
+    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. For N = 1, accelerate accepts
+    MULTI_GPU only in a configuration file. If the port were in use, accelerate would select a rendezvous that
+    listens on all interfaces. Therefore, the port is 1, on which no process listens.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -151,7 +150,7 @@ def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[st
     """Build the workers' environment. It makes workers exit when this process exits.
 
     On one node, workers rendezvous through a file and use only the loopback interface. On several nodes, they
-    use the node's interface and write heartbeats to its local disk.
+    use the node's interface and write heartbeats to the node's local disk.
 
     Every rank keeps its last collectives in memory (torch's flight recorder). The user's settings of the
     recorder take precedence. Desync debugging stays off, because it writes to the store at every collective.

@@ -218,7 +218,8 @@ def run_locked(
     nodes: peers.Coordinator | None,
     console: Console,
 ) -> int:
-    """Train in the locked `run_dir` and return the exit code. Nothing is written there before all checks."""
+    """Check the data, train in the locked `run_dir` and return the exit code. Raise ConfigError if the data
+    is unusable or differs from the checkpoint's or another node's; the run's files are then unchanged."""
     log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
@@ -239,7 +240,7 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    machine = {**job.machine.to_json(), "launcher": launcher}  # `launcher` marks a run, see holds_run
+    machine = {**job.machine.to_json(), "launcher": launcher}  # holds_run looks for `launcher`
     if nodes is not None:
         machine["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
     record.write_json(run_dir / "environment.json", machine)
@@ -270,8 +271,7 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show the cause of a failure or the issues with the input, add `facts` to summary.json, write
-    report.html, and show the result."""
+    """Show why the run failed, if it did. Add `facts` to summary.json, write report.html, show the result."""
     if failure is not None and failure.issues:
         for fields in failure.issues:
             show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
@@ -301,7 +301,7 @@ def warn(console: Console, warnings: list[str]) -> None:
 
 
 def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
-    """Return the issues that prevent a start in `run_dir`. A resumed run does not need `run.init_from`."""
+    """Return the issues that prevent this run in `run_dir`. A resumed run does not need `run.init_from`."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
@@ -413,7 +413,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
     facts, unit = newest[1], config.schedule.unit
-    if unit in METERED:  # the run leaves a reserve unspent, so compare the budgets
+    if unit in METERED:  # such a run leaves a reserve unspent, so compare the budgets
         return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 

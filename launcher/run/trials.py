@@ -1,7 +1,7 @@
-"""Run many short training runs (trials) in separate processes, one at a time in each slot.
+"""Run many short training runs (trials) in child processes, one at a time on each set of devices (slot).
 
-Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. A trial that an
-earlier call finished is not repeated; its records are read and checked.
+Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. BYTES limits its
+memory. A trial that an earlier call finished is not repeated; its records are read and checked.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
 
 PROGRESS_S = 30.0  # interval between progress lines
 SCRATCH = ".scratch"
-TRIAL_FILE = "trial.json"  # duration of a finished trial
+TRIAL_FILE = "trial.json"  # contains the duration of a finished trial
 TRIES = 2  # attempts at a trial if an outside cause ends it or its records are incomplete
-LOG_LINES = 10  # number of lines in metrics.jsonl of a timed run
+LOG_LINES = 10  # maximum number of lines in metrics.jsonl of a timed run
 
 
 class Stopped(Exception):
@@ -238,8 +238,8 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial in an earlier call; None if the trial must be run. Only the path
-    of the data may differ between the configurations, because `Output.begin_with` compares the hash."""
+    """Return the outcome of this trial in an earlier call; None if the trial must be run. The earlier
+    configuration must be equal except for the data's path; `Output.begin_with` compares the data's hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -292,7 +292,7 @@ class Progress:
         self._seconds += seconds
         pace = self._seconds / max(self._run, 1e-9) / self._at_a_time
         left_s = self._left * pace
-        left = f"; left {format_duration(left_s)}" if left_s >= 1 else ""
+        left = f"; {format_duration(left_s)} left" if left_s >= 1 else ""
         self._log(f"[{self._done}/{max(self._total, self._done)}] {text}{left}")
 
 

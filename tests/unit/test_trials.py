@@ -335,4 +335,4 @@ def test_the_time_left_follows_from_the_shares_and_seconds_of_this_call() -> Non
         progress.skip(5.0)
         progress.skip(5.0)
         progress.ended(2.0, 60.0, "a: ok")
-    assert logs == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
+    assert logs == ["[3/4] a: ok; 2 min 00 s left", "[3/4] a: ok; 60.0 s left"]
