@@ -94,7 +94,7 @@ def run_command(
     argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
 ) -> tuple[str | None, str | None]:
     """Run a command. Return (output, None) if it succeeds, else (None, error) with the last lines of its
-    output. A timeout kills the command's process group. `pass_fds`: inherited descriptors."""
+    output. A timeout kills the command's process group. The command inherits `pass_fds`."""
     try:
         process = subprocess.Popen(
             argv,

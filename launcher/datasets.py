@@ -92,7 +92,7 @@ def build(
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
-    """Verify shards and print a report; return 1 if one is damaged. Raise ConfigError if one is missing."""
+    """Verify shards and print a report; return 1 if any is damaged. Raise ConfigError if any is missing."""
     from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())

@@ -246,8 +246,9 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
-    """Create and lock an output directory. On exit, undo both if the directory contains no other file.
-    Raise ConfigError for `option` if the directory is not writable or in use. `what`: noun for messages."""
+    """Create and lock an output directory. On exit, if it contains only the lock file, remove this file, and
+    also the directory if it is new. Raise ConfigError for `option` if the directory is not writable or is
+    in use. `what`: noun for messages."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -94,7 +94,7 @@ class TuneFile(Measurement):
 
 
 class PlanFile(StoredFile):
-    """Configuration of a measuring verb in an output directory, and the options of its latest call."""
+    """Plan of a measuring verb in its output directory: the configuration and the latest call's options."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1

@@ -28,7 +28,7 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     `repeats`: R lists with the seconds of each timed step. A draw resamples R repeats with replacement, and
     blocks of BLOCK steps within each repeat; its value is the median of the R means. Few repeats understate
     the spread. On a logarithmic scale, each draw's distance from the measured median is therefore multiplied
-    by (Student's t / normal quantile) * sqrt(R / (R - 1)). Return seconds, [DRAWS], or None for one repeat.
+    by (Student's t / normal quantile) * sqrt(R / (R - 1)). Return [DRAWS] seconds, or None for one repeat.
     """
     import numpy as np
 
@@ -82,7 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval [low, high] with a share LEVEL of the draws; None if `draws` is None."""
+    """Return the central interval, [low, high], that contains LEVEL of the draws; None if `draws` is None."""
     if draws is None:
         return None
     import numpy as np
@@ -92,5 +92,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Return the interval of scale * over / under from independent draws; None if one of them is None."""
+    """Return the interval of scale * over / under from their independent draws; None if either is None."""
     return None if over is None or under is None else interval(scale * over / under)

@@ -16,7 +16,7 @@ from launcher.report.formats import count_of, format_gib
 from launcher.report.page import Report, Verdict
 
 MIN_TORCH = (2, 11)
-CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; with the machine probe, doctor takes under 30 s
+CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; the whole command takes under 30 s
 LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
@@ -188,7 +188,7 @@ def loopback() -> Finding:
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Measure how fast `module` writes, verifies and loads a checkpoint in `target` or an existing parent."""
+    """Measure with `module` how fast a checkpoint is written, verified and loaded in `existing(target)`."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:

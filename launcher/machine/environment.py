@@ -104,7 +104,7 @@ class Environment:
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
         """Return a rank's available memory in GiB (None if unknown) and its source as text. On GPUs, it is
-        the smallest free memory of any GPU; otherwise, it is an equal share of the host memory."""
+        the smallest free memory of the GPUs used; otherwise, it is an equal share of usable host memory."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"memory of this machine / {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
