@@ -1,5 +1,5 @@
-"""Measure steps; detect loss spikes, skipped steps and divergence. Each log line takes one device sync, one
-gather and one record."""
+"""Measure steps, and detect loss spikes, skipped steps and divergence. Each log line costs one device sync
+and one gather over the ranks."""
 
 import itertools
 import math
@@ -136,7 +136,7 @@ class Meter:
         self.steps: dict[str, Any] = {}
         """Line of steps/rank-N.jsonl for the steps of the last flush."""
         self.measured: dict[str, float | None] = {}
-        """Metrics of the last log line that the summary and the page also show."""
+        """Metrics of the last log line that summary.json and report.html also show."""
         self.skipped_in_a_row = 0
         """Number of consecutive skipped steps up to and including the step of the last log line."""
         self.start(0.0)
@@ -187,7 +187,7 @@ class Meter:
         self.total_steps += self._steps
         self.total_samples += self._samples
         self.total_micro += self._micro
-        # to add a metric, add a key here: it then appears in metrics.jsonl, the summary and the page
+        # to add a metric, add a key here: it then appears in metrics.jsonl, summary.json and report.html
         self.measured = {"grad_norm": float(self._norm)}
         line = {
             "step": state.step,
@@ -286,7 +286,7 @@ FP16_SKIPS = 16  # additional skips allowed in fp16, as each one halves the loss
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Return whether a logged loss exceeds the mean of the previous ones by SIGMAS standard deviations."""
+    """Return whether a logged loss is over SIGMAS standard deviations above the mean of the previous ones."""
     if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # not finite: the step was skipped
         return False
     return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)
