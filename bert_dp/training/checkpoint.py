@@ -309,7 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save and its pause. Return a log line if it is the first save that lengthens the interval."""
+        """Record a save and its pause. Return a log line for the first save that lengthens the interval."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
