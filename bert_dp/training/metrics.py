@@ -214,8 +214,8 @@ class Meter:
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """Gather [N, 7], each rank's values since the last line: loss share, peak memory in GiB, and seconds
-        of data wait, of each phase in TIMED and of the interval. Also sets `steps`."""
+        """Gather each rank's values since the last line: loss share, peak memory in GiB, and seconds of data
+        wait, of each phase in TIMED and of the interval. Return [N, 7], and set `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
