@@ -134,7 +134,7 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Return the name of the first weight or optimizer tensor with a NaN or an infinity, or None."""
+    """Return the name of the first weight or optimizer tensor that is not finite; None if all are finite."""
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             if not tensor.is_floating_point() or not tensor.numel():

@@ -231,7 +231,7 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Return how many times this rank's GPU allocator freed its cache and tried again; None on a CPU."""
+    """Return how many times the GPU allocator freed its cache to retry an allocation; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 

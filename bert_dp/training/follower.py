@@ -1,4 +1,4 @@
-"""Start the process that displays and summarises a run not started by bert-dp's launcher. Torch-free."""
+"""Start the process that displays and summarises a run that bert-dp's launcher did not start. Torch-free."""
 
 import contextlib
 import os

@@ -262,7 +262,7 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reduction that backward did not hide in the last step that DDP timed, or None."""
+    """Return the seconds of reduction not hidden by backward in DDP's last timed step; None if unknown."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
