@@ -135,7 +135,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. `group_of_one`: create a group even for a single rank."""
+    None = call `rendezvous`. `group_of_one`: create a group even for a single rank, for its engine."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
