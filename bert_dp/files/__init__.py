@@ -1,4 +1,4 @@
-"""Read and write the files that launcher and ranks share: results, heartbeats and locks. Torch-free."""
+"""Read and write files that the launcher and the ranks share: results, heartbeats, locks. Torch-free."""
 
 from bert_dp.files.heartbeat_layout import (
     BEAT_BYTES,

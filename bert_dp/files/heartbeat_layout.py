@@ -29,7 +29,7 @@ class Heartbeat:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Return the rank's progress as a tuple that can be compared between ranks."""
+        """Return the rank's progress as a tuple, which is smaller for a rank that is further behind."""
         in_step = PHASES[self.phase] in IN_STEP
         return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 
@@ -44,7 +44,7 @@ BEAT_BYTES = 8 * len(BEAT_SLOTS)
 
 
 def heartbeat_path(run_dir: Path, rank: int, folder: str | Path | None = None) -> Path:
-    """Return the path of a rank's heartbeat file. `folder`: its directory, by default RUN/heartbeats."""
+    """Return the path of a rank's heartbeat file. `folder`: heartbeat directory; None = RUN/heartbeats."""
     return Path(folder or run_dir / "heartbeats") / f"rank-{rank}"
 
 

@@ -1,5 +1,5 @@
-"""Lock files, remove secrets and control characters from text, and handle signals, the umask and the cache of
-built data. Define the environment variables that the launcher sets for workers. Torch-free."""
+"""Lock files, remove secrets and control characters from text, list the stop signals, set the umask and find
+the cache of built data. Define the environment variables that the launcher sets for workers. Torch-free."""
 
 import contextlib
 import fcntl
@@ -36,11 +36,11 @@ def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
         file.close()  # the previous owner removed this file; another process may have locked a new one
 
 
-STALE_S = 45.0  # seconds to wait for another node's file; file systems may cache a directory for 30 s
+STALE_S = 45.0  # seconds to wait for a file from another node, because directories may be cached for 30 s
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
-    """Wait up to STALE_S for another node's file. Return True if `is_current(path)` becomes true in time."""
+    """Wait up to STALE_S for a file from another node. Return whether `is_current(path)` became true."""
     end = time.monotonic() + STALE_S
     while True:
         with contextlib.suppress(OSError):  # the file may still become readable
@@ -86,7 +86,7 @@ def secret_in(text: str, environ: Mapping[str, str]) -> str | None:
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:
-    """Replace each of `secrets`, and every password in a URL, with REDACTED."""
+    """Replace each of `secrets`, and every password or token in a URL, with REDACTED."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return URL_PASSWORD.sub(REDACTED, text) if "@" in text else text
@@ -103,7 +103,7 @@ def printable(text: str) -> str:
 
 
 def without_folders(word: str) -> str:
-    """Shorten the absolute paths in an argument of a command to their file names."""
+    """Replace each absolute path in an argument of a command with its last component."""
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
@@ -146,7 +146,7 @@ def cache_root() -> Path:
 
 
 def cache_issues() -> list[Issue]:
-    """Check that no other user can change the cache. A missing cache passes."""
+    """Return an issue if another user can change the cache; [] if not, or if there is no cache."""
     root = cache_root()
     if not root.exists():
         return []

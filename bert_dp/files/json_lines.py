@@ -71,7 +71,7 @@ class Tail:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Remove, atomically, records of steps after `step` and everything from the first damaged line on."""
+    """Atomically remove the records after step `step`, and everything from the first damaged line on."""
     if path.exists():
         write_text(path, (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step))
 
@@ -82,7 +82,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text, or its parts in order, atomically, through a temporary file in the same directory."""
+    """Write a text (or its parts, in order) atomically, by renaming a temporary file in the directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

@@ -104,7 +104,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Mean over the newest entry."""
+    """Mean rate since the newest entry began."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 
@@ -128,7 +128,7 @@ def read_ledger(run_dir: Path) -> LedgerFile:
 
 
 def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounter]) -> list[Issue]:
-    """Check that the spending of a budget in dollars or kWh can be measured."""
+    """Return an issue if spending cannot be measured in the budget's unit (dollars or kWh), else []."""
     unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
     setting = f"schedule.{unit}"
     if unit == "dollars" and price is None:
@@ -183,7 +183,7 @@ class Ledger:
                 self._begin(devices, now)
 
     def update(self) -> Spent:
-        """Write the totals up to now; return them."""
+        """Write ledger.json, and return the totals up to now."""
         with self._lock:
             now = self._now()
             entry, price = self._entry(now), self._run.price_per_device_hour
@@ -233,8 +233,8 @@ class Ledger:
 
 
 class Spending:
-    """Spent share of a budget in dollars or kWh. It reaches 1 when only a reserve is left: the cost of
-    `end_s` seconds to save and close the run, and of `evaluation_s` seconds for an evaluation."""
+    """Spent share of a budget in dollars or kWh. It reaches 1 when only a reserve is left, which pays for
+    `end_s` seconds to save and close the run and for `evaluation_s` seconds of evaluation."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s
@@ -242,7 +242,7 @@ class Spending:
         self._ledger, self._read_s = LedgerFile(), -math.inf
 
     def share(self, at_s: float) -> float:
-        """Return the share at the monotonic time `at_s`. Raises OSError if the ledger lacks the unit."""
+        """Return the share at monotonic time `at_s`. Raises OSError if the ledger lacks the budget's unit."""
         if at_s - self._read_s >= EVERY_S:
             with contextlib.suppress(ConfigError):  # keep the previous ledger while the file cannot be read
                 self._ledger, self._read_s = read_ledger(self._run_dir), at_s

@@ -1,5 +1,5 @@
 """Define the contents of files in a run directory, for their writers (ranks, launcher) and readers. Unknown
-keys are ignored; missing keys have their default. Torch-free."""
+keys are ignored, and missing keys get default values. Torch-free."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -129,7 +129,7 @@ class Failure(StoredFile):
         return f"{place}: {self.message}" if place else self.message
 
 
-STRAGGLER_RATIO = 1.2  # a rank is a straggler if its compute time / median of the others is above this
+STRAGGLER_RATIO = 1.2  # a rank is a straggler if its compute time exceeds this multiple of the others' median
 
 
 class Straggler(StoredModel):
@@ -192,8 +192,8 @@ class HeldOut(StoredModel):
     baseline: dict[str, FiniteOrNone] = {}
     """Finetuning: scores of always predicting train's most frequent label or mean score."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
-    """Finetuning: kind of F1. binary = of the second label; macro = mean over all labels; micro = of all
-    decisions pooled."""
+    """Finetuning: kind of F1. binary = F1 of the second label; macro = mean of the labels' F1; micro = F1 of
+    all decisions pooled."""
     one_class: list[str] = []
     """Finetuning: splits in which all examples have the same predicted class."""
 
@@ -236,9 +236,9 @@ class Summary(StoredFile):
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
     heldout: HeldOut | None = None
-    """All results of the last evaluation, including `heldout_loss` and its denominator."""
+    """All results of the last evaluation. Its `loss` is `heldout_loss`."""
     heldout_step: int | None = None
-    """Step of the last evaluation; less than `step` if a signal or a failure stopped the run."""
+    """Step of the last evaluation. It can be less than `step` if a signal or a failure stopped the run."""
     since_step: int | None = None
     """Step at which this start began. Rates, times, memory and energy cover the steps since then."""
     unigram_entropy_nats: FiniteOrNone = None
@@ -266,7 +266,7 @@ class Summary(StoredFile):
     """Path of the newest checkpoint, relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """Slowest rank's compute time before any reduction / median of the other ranks; null = one rank."""
+    """Slowest rank's compute time before any reduction / median of the other ranks; null for one rank."""
     straggler: Straggler | None = None
     """Set if the ratio over the whole run is above STRAGGLER_RATIO."""
     time_s: dict[str, float] = {}

@@ -15,7 +15,7 @@ from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
 PATIENCE_S = 1.0  # seconds that ranks have to exit after the launcher
-SEARCH_S = 5.0  # seconds to repeat the search for processes, which may start others before they are killed
+SEARCH_S = 5.0  # seconds to repeat the search, because processes may start others before they are killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -31,7 +31,7 @@ def module_command(module: str, *options: str) -> list[str]:
 
 def child_environment() -> dict[str, str]:
     """Return environment variables for child processes. They identify this process, whose exit ends the
-    children. They also exclude modules in the current directory, even in the workers of torchrun."""
+    children, and prevent imports from the current directory, even in the workers of torchrun."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
@@ -90,7 +90,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for "done" on standard input; if it closes first, kill marked processes and remove `scratch`."""
+    """Wait for "done" on standard input. If it closes first, kill `marked` processes and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

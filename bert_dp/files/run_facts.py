@@ -81,7 +81,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the checkpoint `directory`, or else the newest one in it, and its state.json, unverified."""
+    """Return the checkpoint `directory` or the newest one in it, and its state.json. Verifies no hashes."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -93,7 +93,7 @@ ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
 LOADERS = {"hf": ("transformers",), "onnx": ("onnx", "onnxruntime"), "aoti": ()}
-"""Export format -> packages from the extra `export` that load it."""
+"""Export format -> packages that load it. The extra `export` installs them."""
 INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
 
 

@@ -307,13 +307,13 @@ class Encoder(nn.Module):
         return x_BSH
 
     def _local_mask(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
-        """Return the local layers' mask [1 or B, 1, S, S]: True for keys at most `reach` positions away."""
+        """Return the local mask [1 or B, 1, S, S]: True for real keys at most `reach` positions away."""
         position_S = torch.arange(x_BSH.shape[1], device=x_BSH.device)
         distance_SS = (position_S[:, None] - position_S).abs()
         near_SS = distance_SS <= self.reach
         if real_B11S is None:
             return near_SS[None, None]
-        # padding may attend to itself: far from every token it has no other key, and its softmax would be NaN
+        # padding attends to itself, because the softmax of a padding position without any key would be NaN
         return near_SS & (real_B11S | (distance_SS == 0))
 
 

@@ -42,7 +42,7 @@ NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias"
 
 def bert_names(model: ModelConfig, family: str, prefix: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
     """Yield (name in transformers, name in bert-dp) of each embedding, norm and linear layer of BERT, RoBERTa
-    or RobertaPreLayerNorm, except query, key and value. The names end before ".weight" or ".bias". `prefix`:
+    or RobertaPreLayerNorm, except query, key and value. The names omit ".weight" and ".bias". `prefix`:
     the encoder's prefix in transformers. `has_head`: include the prediction head, without its decoder."""
     for hf_name, own_name in IN_EMBEDDINGS.items():
         yield f"{prefix}embeddings.{hf_name}", f"model.embeddings.{own_name}"

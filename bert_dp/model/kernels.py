@@ -35,7 +35,7 @@ def takes_gpu_kernel(x: Tensor) -> bool:
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Compute a @ b.T, [M, N], with oneDNN. Inductor by itself calls oneDNN only for constant weights."""
+    """Compute a @ b.T with oneDNN: [M, N]. Inductor by itself calls oneDNN only for constant weights."""
     return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Compute a @ b.T, [M, N], with the faster library for the device and dtype. Callers define backward."""
+    """Compute a @ b.T with the faster library for the device and dtype: [M, N]. Callers define backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 

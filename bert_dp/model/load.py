@@ -111,8 +111,8 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. torch's own wrapper is unsuitable, because Dynamo
-    skips torch's frames and all calls in them. Bound as a method, this one lets all blocks share a graph."""
+    """Run a block, and recompute it in the backward pass. All blocks share a graph, because this function is
+    bound as a method. torch's own wrapper is unsuitable: Dynamo skips torch's frames and calls in them."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
@@ -133,9 +133,9 @@ def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
     """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
-    those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are loaded instead.
-    If run.init_keeps is `moments`, so is the optimizer state. Collective. Raise ConfigError if a loaded
-    tensor does not fit the model."""
+    those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are loaded instead
+    and, if run.init_keeps is `moments`, the optimizer state as well. Collective. Raise ConfigError if a
+    loaded tensor does not fit the model."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:

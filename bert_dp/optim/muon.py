@@ -130,8 +130,8 @@ def no_tf32() -> Iterator[None]:
 
 @no_tf32()
 def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
-    """Approximate U V' of each matrix's singular value decomposition U S V', [..., R, C], in the matrices'
-    dtype. `multiply_in`: dtype of the products; None = the matrices' dtype."""
+    """Approximate U V' of each matrix's singular value decomposition U S V'. Return [..., R, C] in the
+    matrices' dtype. `multiply_in`: dtype of the products; None = the matrices' dtype."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

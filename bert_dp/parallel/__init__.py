@@ -18,7 +18,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Function that builds an optimizer for named parameters. Engines call it after sharding the model."""
 
 State = dict[str, dict[str, Tensor]]
-"""Canonical state: whole tensors. Keys: "name" in "model", "name/key" in "optimizer", "key" in "scaler"."""
+"""Canonical state, whole tensors: {"model": {name: ..}, "optimizer": {name/key: ..}, "scaler": {key: ..}}."""
 
 
 class Engine(Protocol):

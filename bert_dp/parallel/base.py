@@ -34,7 +34,7 @@ class RankGrid:
 
 
 class ShardedSums:
-    """Callable that maps sums over this rank's parts of N tensors to sums over whole ones, [k, N] -> [k, N].
+    """Callable that maps sums over this rank's parts of N tensors to whole-tensor sums: [k, N] -> [k, N].
     `counts_N`: 0 for tensors that another rank counts, else 1. Collective over `groups`."""
 
     def __init__(self, counts_N: Tensor | None = None, groups: Sequence[dist.ProcessGroup | None] = ()):

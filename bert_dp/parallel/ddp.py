@@ -70,7 +70,7 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # DDP records a static graph in its first reduction, so reduce; the dry run discards the result
+            # DDP records the static graph in its first reduction, whose result the dry run discards
             return nullcontext()
         return self._ddp.no_sync()
 

@@ -181,7 +181,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Return each tensor's owner. Tensors go, largest first, to the rank with the fewest elements so far."""
+    """Assign each tensor, largest first, to the rank with the fewest elements so far. Return the owners."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -107,7 +107,7 @@ def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
     """Build the trainer; return it, its initial progress and its initial tensors, which `dry_run` loads.
-    `plan`: steps to profile. Raises ConfigError if the checkpoint is of a different model. Collective."""
+    `plan`: steps to profile. Raises ConfigError if the checkpoint does not fit the model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
     devices.allow_tf32(precision, device)

@@ -52,7 +52,7 @@ class TrainState:
     elapsed_s: float = 0.0
     """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Skipped steps up to the last log line or save. `Meter.skipped` is the current count, on the device."""
+    """Steps skipped up to the last log line or save. `Meter.skipped` is the current number, on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     """Previous logged losses, with which the next one is compared."""
@@ -134,7 +134,7 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Return the name of the first weight or optimizer tensor with a NaN or an infinity, or None."""
+    """Return the name of the first weight or optimizer tensor that is not finite; None if all are finite."""
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             if not tensor.is_floating_point() or not tensor.numel():
@@ -220,7 +220,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load the unsharded state into host memory, and state.json. Raises ConfigError if either is damaged."""
+    """Load the unsharded state into host memory; read state.json. Raises ConfigError if either is damaged."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -309,7 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save and its pause. If it is the first to lengthen the interval, return a log line."""
+        """Record a save and its pause. Return a log line for the first save that lengthens the interval."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
@@ -345,7 +345,7 @@ class AsyncCheckpointer:
         self.stall_s = 0.0
         """Seconds for which training paused, to gather the state and to wait for an earlier write."""
         self.abort_reason: Failure | None = None
-        """Failure of the first failed save. It ends the run; set only if checkpoint.on_error is `stop`."""
+        """Failure of the first failed save, which ends the run. Set only if checkpoint.on_error is `stop`."""
         self.problem: Failure | None = None
         """Failure of the last save; None if it succeeded."""
         self._writer = ThreadPoolExecutor(1, "checkpoint-writer")

@@ -131,10 +131,10 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
-    """Return the cores of each rank. `nodes`: allowed cores by NUMA node. `wanted`: each rank's node; None =
-    any. Ranks that want the same node get equal shares of its cores, so that none is slower. If it has fewer
-    cores than such ranks, each gets all of them. Ranks without a node get equal shares of all cores or, if
-    there are fewer cores than such ranks, (), which means no binding."""
+    """Return the cores of each rank; () = do not bind it. `nodes`: allowed cores by NUMA node. `wanted`: NUMA
+    node of each rank; None = any. The ranks of a node get equal shares of its cores, so that none is slower.
+    If the node has fewer cores than ranks, each rank gets all of them. Ranks without a node get equal
+    shares of all cores, or () if there are fewer cores than such ranks."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -231,7 +231,7 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """Return how often this rank's GPU allocator released its cache and tried again; None on a CPU."""
+    """Return how many times the GPU allocator freed its cache to retry an allocation; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 

@@ -56,7 +56,7 @@ class HostCollectives:
         return wait
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank."""
+        """Return rank 0's JSON value on every rank. Collective."""
         if self._group is None:
             return value
         mine = value if self.world.rank == 0 else None
@@ -117,8 +117,8 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or if a set of ranks is spread over nodes.
-    `sets`: see `rank_sets` in config/checks.py."""
+    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or if ranks that must share a node do not.
+    `sets`: result of `rank_sets` in config/checks.py."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -135,7 +135,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. `group_of_one`: let a single rank join a group, which its engine needs."""
+    None = call `rendezvous`. `group_of_one`: create a group even for a single rank, for its engine."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -230,13 +230,13 @@ class SharedClock:
 
     def spent_s(self) -> float:
         """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least those of
-        the last exchange, which may have predicted a longer step: a resumed run must not lose progress."""
+        the last exchange, which may have predicted a longer step. A resumed run thus loses no progress."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """Return the seconds or share spent at the start of this step, which never decrease, and any rank's
-        stop request. The first call returns the initial elapsed_s, or rank 0's share of the budget. The
-        second call waits for rank 0, because the first one could not predict the step's end. Collective."""
+        """Return the amount spent (seconds or share) at the start of this step, and any rank's stop request.
+        The amount never decreases. The first call returns the initial elapsed_s or rank 0's share. The second
+        call waits for rank 0, because the first one could not predict the step's end. Collective."""
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
             self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)
@@ -253,7 +253,7 @@ class SharedClock:
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
         """Return whether a budget in dollars or kWh allows an evaluation or a save without using its reserve.
-        `pause`: field of `spending` with the expected seconds. True for other budgets. Collective."""
+        Return True for other budgets. `pause`: field of `spending` with the expected seconds. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
@@ -264,7 +264,7 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send the amount spent again after a pause, because its length was not predictable. Collective."""
+        """After a pause, whose length no rank could predict, send the new amount spent. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)

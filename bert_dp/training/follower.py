@@ -1,4 +1,4 @@
-"""Start the process that displays and summarises a run not started by bert-dp's launcher. Torch-free."""
+"""Start the process that displays and summarises a run that bert-dp's launcher did not start. Torch-free."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ READY_S, CLOSE_S = 60.0, 60.0
 
 class Follower:
     """Context manager for rank 0. `start` creates a process that shows the log lines. When rank 0 leaves the
-    context or is killed, that process completes summary.json, writes the page and shows the result."""
+    context or is killed, the process completes summary.json, writes report.html and shows the result."""
 
     def __init__(self, run_dir: Path, world: World):
         self._arguments = [str(run_dir), str(world.size), str(world.local_size)]

@@ -1,5 +1,5 @@
-"""Measure steps; detect loss spikes, skipped steps and divergence. Each log line takes one device sync, one
-gather and one record."""
+"""Measure steps, and detect loss spikes, skipped steps and divergence. Each log line costs one device sync
+and one gather over the ranks."""
 
 import itertools
 import math
@@ -136,7 +136,7 @@ class Meter:
         self.steps: dict[str, Any] = {}
         """Line of steps/rank-N.jsonl for the steps of the last flush."""
         self.measured: dict[str, float | None] = {}
-        """Metrics of the last log line that the summary and the page also show."""
+        """Metrics of the last log line that summary.json and report.html also show."""
         self.skipped_in_a_row = 0
         """Number of consecutive skipped steps up to and including the step of the last log line."""
         self.start(0.0)
@@ -187,7 +187,7 @@ class Meter:
         self.total_steps += self._steps
         self.total_samples += self._samples
         self.total_micro += self._micro
-        # to add a metric, add a key here: it then appears in metrics.jsonl, the summary and the page
+        # to add a metric, add a key here: it then appears in metrics.jsonl, summary.json and report.html
         self.measured = {"grad_norm": float(self._norm)}
         line = {
             "step": state.step,
@@ -214,8 +214,8 @@ class Meter:
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """Gather [N, 7], each rank's values since the last line: loss share, peak memory in GiB, and seconds
-        of data wait, of each phase in TIMED and of the interval. Also sets `steps`."""
+        """Gather each rank's values since the last line: loss share, peak memory in GiB, and seconds of data
+        wait, of each phase in TIMED and of the interval. Return [N, 7], and set `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
@@ -262,7 +262,7 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reduction that backward did not hide in the last step that DDP timed, or None."""
+    """Return the seconds of reduction not hidden by backward in DDP's last timed step; None if unknown."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
@@ -286,7 +286,7 @@ FP16_SKIPS = 16  # additional skips allowed in fp16, as each one halves the loss
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Return whether a logged loss exceeds the mean of the previous ones by SIGMAS standard deviations."""
+    """Return whether a logged loss is over SIGMAS standard deviations above the mean of the previous ones."""
     if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # not finite: the step was skipped
         return False
     return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)

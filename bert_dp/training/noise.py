@@ -31,8 +31,8 @@ CommHook = Callable[[Any, Any], Any]
 
 
 class NormPairs:
-    """Collector of two norms per step, before clipping: those of the mean gradients of a small batch and of
-    the global batch. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
+    """Collector of two norms per step, before clipping: of a small batch's mean gradient, and of the global
+    batch's. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
 
     The small batch is one replica's share of the global batch or, with one replica, the first micro batch.
 

@@ -1,4 +1,4 @@
-"""Set up a rank before it imports torch (world, signals, log); write its heartbeat and records. Torch-free.
+"""Set up a rank's world, signals and log before torch is imported. Write heartbeat and records. Torch-free.
 
 The heartbeat is a memory-mapped file, which the launcher may read. The rank writes it without a system call
 and never waits for a reader.

@@ -12,7 +12,7 @@ from bert_dp.training.process import HeartbeatWriter
 
 
 class StepTrace:
-    """Profiler of the steps and ranks in `plan`; None = do nothing. Every rank creates an instance."""
+    """Profiler of the steps and ranks in `plan`. Does nothing without `plan`. Every rank has an instance."""
 
     def __init__(
         self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter

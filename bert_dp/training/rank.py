@@ -116,8 +116,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
     parser.add_argument("--run-dir", type=Path, help="run directory; default: the one that contains config")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run code given by task and optim.name")
-    parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 = 10, 11 and 12")
+    parser.add_argument("--allow-code", action="store_true", help="run files named by task and optim.name")
+    parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 means 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
