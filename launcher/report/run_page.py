@@ -94,7 +94,7 @@ def score_name(name: str, heldout: HeldOut) -> str:
 
 HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
 """Pattern of `topic label` for the rows that a run's page highlights."""
-MAX_PASSES = 4  # up to this many, repeated text is worth almost as much as new text (arXiv 2305.16264)
+MAX_PASSES = 4  # up to this many passes, repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
 """Labels of the parts of the wall time, in order. Training is replaced by its parts."""

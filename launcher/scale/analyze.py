@@ -349,7 +349,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
         evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no bottleneck was found"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no single cause has an interval entirely beyond its bound"
+    evidence = f"{reached}; no single cause is beyond its bound over its whole interval"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 

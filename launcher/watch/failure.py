@@ -174,7 +174,7 @@ def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the failures of ranks outside `causes`. Omit exits with code 1, or by SIGTERM from torchrun."""
+    """Describe the failures of ranks outside `causes`. Omit exits with code 1 or by torchrun's SIGTERM."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
