@@ -149,8 +149,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Return the shapes of the horizontal lines. A label is above its line. If the line is above all
-    points, the label is below it, to stay inside the plot."""
+    """Return the shapes of the horizontal lines. A label is above its line, or below a line at the top."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

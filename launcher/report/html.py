@@ -52,13 +52,13 @@ def render(template: str, script: str, library: str = "", **values: Any) -> str:
 
 
 def write(report: Report, out: Path) -> None:
-    """Write the page to `out` atomically. Raises OSError if it cannot be written."""
+    """Write the page of a report to `out` atomically. Raises OSError if it cannot be written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(out, html(report))
 
 
 def write_or_warn(report: Report, out: Path) -> bool:
-    """Write the page. If that fails, warn and return False, so that the results are not lost."""
+    """Write the page of a report. If that fails, warn and return False, so that the results are not lost."""
     try:
         write(report, out)
     except OSError as error:

@@ -176,7 +176,7 @@ def words(label: str, text: str | None, note: str = "", *, console: bool = True)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Split points into x and y. Omit points whose x is not a number. A y that is not one becomes None."""
+    """Split points into x and y. Omit points whose x is not a number. A y that is no number becomes None."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
@@ -187,13 +187,13 @@ def first_line(text: object) -> str:
 
 
 def record(title: str, content: Mapping[str, Any]) -> ReportSection:
-    """Return a collapsed section that shows a nested record as YAML, only on the page."""
+    """Return a collapsed section that shows `content` as YAML. The console omits it."""
     text = yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
     return ReportSection(title, text=text, folded=True, console=False)
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Join `front` with the processor, torch version, commit and date in `environment`, if recorded."""
+    """Join `front` with the processor, torch version, commit and date that `environment` records, if any."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]
@@ -312,7 +312,7 @@ def show_report(console: Console, report: Report, page: Path | None = None, *, t
 def show_result(
     console: Console, found: object, report: Callable[[], Report], *, as_json: bool, titled: bool = False
 ) -> None:
-    """Print the result of a verb as JSON or as a report."""
+    """Print the result of a command as JSON or as a report."""
     if as_json:
         sys.stdout.write(to_json(found))
     else:

@@ -130,7 +130,7 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
 
 
 def _completed(summary: Summary | None, logged: Summary) -> Summary:
-    """Add logged values to the summary of a run that was killed, or stopped before its next evaluation."""
+    """Complete the summary of a run that was killed, or stopped before its last evaluation, from `logged`."""
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}

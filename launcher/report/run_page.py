@@ -46,8 +46,8 @@ from launcher.stats import NORMAL
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
     """Return the half-width of the held-out loss's 95 % interval, in the loss's unit; None if not measured.
 
-    `seeds`: losses of several runs on the same text, whose mean is the loss. The sampling error of the text
-    and the error of this mean are independent, so they are added in quadrature.
+    `seeds`: if the loss is a mean over runs, the losses of these runs on the same text. The sampling error of
+    the text and the error of the mean are independent, so they are added in quadrature.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -87,14 +87,14 @@ def scores_text(heldout: HeldOut) -> str | None:
 
 
 def score_name(name: str, heldout: HeldOut) -> str:
-    """Return the name of a score, split/metric. For f1, append its averaging: `dev/f1 (macro)`."""
+    """Return the name of a score (`split/metric`). For f1, append the averaging method: `dev/f1 (macro)`."""
     average = f" ({heldout.f1_average})" if name.endswith("/f1") and heldout.f1_average else ""
     return name + average
 
 
 HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
 """Pattern of `topic label` for the rows that a run's page highlights."""
-MAX_PASSES = 4  # up to this many, repeated text is worth almost as much as new text (arXiv 2305.16264)
+MAX_PASSES = 4  # up to this many passes, repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
 """Labels of the parts of the wall time, in order. Training is replaced by its parts."""
@@ -417,7 +417,7 @@ def _rates(run: RunFiles) -> list[TableRow]:
         rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
     peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     known = "" if summary.mfu is not None else " (unknown)"
-    return [*rows, value("MFU", summary.mfu, "percent", f"model FLOPs / {peak}{known}")]
+    return [*rows, value("MFU", summary.mfu, "percent", f"model FLOP/s / {peak}{known}")]
 
 
 def _times(run: RunFiles) -> list[TableRow]:

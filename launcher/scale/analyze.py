@@ -20,7 +20,7 @@ from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, Diagnosi
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # allowed relative deviation
-MAX_DISAGREEMENT = 0.05  # allowed difference of two measures of exposed communication, as a share of a step
+MAX_DISAGREEMENT = 0.05  # difference between two measures of exposed communication, as a share of a step
 Facts = dict[str, Any]
 
 
@@ -98,10 +98,10 @@ class CellRuns:
         return stats.mean_interval([part / whole for part, whole in totals])
 
     def straggler(self) -> Facts:
-        """Return the straggler figures. The ratio is the slowest rank's compute time / the others' median.
+        """Return the straggler ratio, its interval, and the rank of the straggler, if any.
 
-        It is the geometric mean over repeats. Returns {} for one rank, and for fsdp, DeepSpeed and
-        tensor parallelism, whose ranks synchronize in the forward pass.
+        The ratio is the slowest rank's compute time / the others' median, as a geometric mean over repeats.
+        Returns {} for one rank, or if ranks wait in the forward pass (fsdp, DeepSpeed, tensor parallelism).
         """
         ranks = range(self.cell.world_size)
         # seconds, [repeat][rank]
@@ -199,7 +199,7 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in measured.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind it
+        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind the host
         launch_fraction=measured.part("host_s") / measured.part("step_s") if on_gpu else None,
         launch_fraction_ci95=measured.share_interval("host_s") if on_gpu else None,
         **_loss(measured, single, settings.precision),
@@ -285,7 +285,9 @@ def _flags(cell: CellMeasurement) -> list[str]:
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: the single-rank run did not log the same steps")
     if cell.loss_agrees is False:
-        flags.append(f"not the same model: losses differ by {cell.loss_deviation} (relative) from one rank's")
+        flags.append(
+            f"not the same model: relative loss deviation {cell.loss_deviation} from the single-rank run"
+        )
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
     if sent is not None and sent[0] > 1:
         flags.append("faster than its ceiling: the engine does less work per rank than an independent copy")
@@ -301,7 +303,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOSS_BOUND = 0.05  # smallest reported loss of efficiency, or share of a step spent waiting for data
+LOSS_BOUND = 0.05  # a loss of efficiency, or share of a step spent waiting for data, is reported above this
 LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
 MIN_EFFICIENCY = 0.95  # a cell scales if the low end of its efficiency interval reaches this
 MEASURE_MORE = "raise --repeats or --steps"
@@ -324,7 +326,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
         hint = "lower batch.micro_size, or use zero1 or fsdp"
         return _diagnosis(cell, "out_of_memory", str(cell.cause), hint)
     if cell.status != "ok":
-        return _diagnosis(cell, "failed", str(cell.cause), "see the logs of its runs")
+        return _diagnosis(cell, "failed", str(cell.cause), "see the logs of the failed runs")
     if cell.efficiency is None:
         return _diagnosis(cell, "no_baseline", "the baseline has no result", "see the baseline's logs")
     if cell.efficiency_ci95 is None:
@@ -347,12 +349,12 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
         evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no bottleneck was found"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no single cause has an interval entirely beyond its bound"
+    evidence = f"{reached}; no single cause is beyond its bound over its whole interval"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 
 class _Loss(NamedTuple):
-    """A loss of efficiency from one cause. The whole interval of its measure is beyond the bound."""
+    """A loss of efficiency from one cause. The measure's interval is entirely beyond the cause's bound."""
 
     share: float  # share of a step
     kind: DiagnosisKind
@@ -389,7 +391,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
     if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
         # host time includes the wait for data, which is a separate loss
         evidence = f"enqueueing a step takes {_share_text(host, cell.launch_fraction_ci95)} of the step time"
-        losses.append(_Loss(host - wait, "launch_bound", evidence, "use compile: on or a larger micro batch"))
+        losses.append(_Loss(host - wait, "launch_bound", evidence, "use compile=on or a larger micro batch"))
     return losses
 
 

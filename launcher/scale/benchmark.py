@@ -81,9 +81,9 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     )
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
-        batch = f"{cell.micro_batch} x {cell.accumulation} x {cell.world_size // cell.tensor}"
+        batch = f"{cell.micro_batch} x accumulation {cell.accumulation} x dp {cell.world_size // cell.tensor}"
         ranks = f"{count_of(cell.world_size, 'rank')}{split}"
-        log(f"  {cell.id}: {ranks}, global batch {cell.global_batch} = {batch}")
+        log(f"  {cell.id}: {ranks}, global batch {cell.global_batch} = micro {batch}")
     ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):

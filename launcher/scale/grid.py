@@ -83,7 +83,7 @@ class Grid:
             config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
             memory = check_memory(config, ranks, self._machine, on_gpu=self.on_gpu)
-            # compiled GPU steps need less memory than estimated, so check only weights, gradients and state
+            # compiled GPU steps need less memory than estimated, so check only the model state
             if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
                 raise ConfigError(issues)
         except ConfigError as error:

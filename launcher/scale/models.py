@@ -245,7 +245,7 @@ class Lever(StoredModel):
     lever: str
     gain: float  # tokens/s with the change / current tokens/s - 1
     tokens_per_s: float
-    bound: bool = False  # True: an upper bound, not a change of settings
+    bound: bool = False  # True: `gain` and `tokens_per_s` are upper bounds
 
 
 class PredictedRow(StoredModel):
@@ -272,7 +272,7 @@ class ComparedCell(StoredModel):
     predicted_step_s: float
     measured_step_s: float | None = None
     ci95: Interval | None = None  # interval of measured_step_s
-    within: bool | None = None  # predicted_step_s is within ci95
+    within: bool | None = None  # True: predicted_step_s is within ci95
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None
@@ -311,7 +311,7 @@ class Scaling(StoredFile):
     verdicts: list[BottleneckDiagnosis] = []
 
     def alone(self) -> CellMeasurement | None:
-        """Return the cell that ran `single`, preferably with the accumulation of the settings, or None."""
+        """Return a measured cell of engine `single`, if possible with the accumulation in `settings`."""
         runs = [
             cell
             for cell in self.cells

@@ -1,4 +1,4 @@
-"""Show the progress of a run on the console: the output of rank 0 and a live progress line."""
+"""Show the progress of a run on the console: the output of rank 0 and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-STEP_LINE_S = 10.0  # time between step lines on a terminal; elsewhere, every line is shown
+STEP_LINE_S = 10.0  # minimum time between two step lines on a terminal; elsewhere, every step line is shown
 LINE_CHARS = 1000
 MAX_LINES = 50  # maximum lines of rank 0's log shown per poll
 ETA_LINES = 20  # logged steps used to extrapolate the remaining time
@@ -49,7 +49,7 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # lines not to show again when the file is rewritten
+        self._evaluated = set(self._evals.lines()[0])  # old lines, which recur when the file is rewritten
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
         self._left_s: float | None = None  # estimate of the remaining time, made at _line_s
@@ -100,7 +100,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show rank 0's activity on the progress bar or, if there is none, after QUIET_S without output."""
+        """Show rank 0's activity on the progress bar, if any, or print it after QUIET_S without output."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
@@ -178,7 +178,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left; "" if it is unknown or under 1 s, because saving and evaluation may follow."""
+    """Format the time left; "" if it is unknown, or under 1 s, when saving and evaluation may follow."""
     return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 
@@ -195,8 +195,8 @@ def heldout_line(line: Mapping[str, Any]) -> str:
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
-    """Estimate the seconds left: from the budget `hours` if given, else from the pace in the last lines of
-    metrics.jsonl. Return None while it is unknown."""
+    """Estimate the seconds left from the time budget `hours`, if given, or else from the recent progress.
+    `lines`: lines of metrics.jsonl. Return None if they do not suffice."""
     if hours is not None and lines:
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600

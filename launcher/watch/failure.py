@@ -63,7 +63,7 @@ SPARE = 0.1  # share of memory that must stay free for what the estimate omits, 
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """Exit of a worker. `code`: exit code, -N for signal N; None if unknown (its parent reaped it first)."""
+    """Exit of a worker. `code`: exit code, -N for signal N, None if another process reaped the worker."""
 
     rank: int
     code: int | None
@@ -106,7 +106,7 @@ def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
     """Return the first failure of any rank with its log, its consequences and the ranks with the same error;
-    None if no rank failed. Unusable input takes precedence over other errors."""
+    None if no rank failed. An error with `issues` (bad input) takes precedence over other errors."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
     # are later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
@@ -140,8 +140,8 @@ def first_cause(
 def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
-    """Return (rank, exit code or None) of the first rank that failed without recording an error, else None.
-    An exit code that `silent` lacks is read from the output of torchrun, accelerate or deepspeed."""
+    """Return (rank, exit code) of the first failed rank that recorded no error; None if no such rank exists.
+    If `silent` lacks the code, it is taken from `starter_output`. An unknown exit code is None."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
@@ -174,7 +174,7 @@ def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the failures of the other ranks. Omit exits with SIGTERM (sent by the starter) or code 1."""
+    """Describe the failures of ranks outside `causes`. Omit exits with code 1 or by torchrun's SIGTERM."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
@@ -183,7 +183,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add `error`, raised by a write to RUN, to a failure. If no other cause is known, it is the cause."""
+    """Add `error`, which a write to RUN raised, to a failure. It becomes the cause if no other is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
@@ -231,8 +231,8 @@ def first_line(message: str) -> str:
 def explain(
     failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int | None = None
 ) -> Failure:
-    """Add explanations and fixes to a failure, derived from RUN/config.yaml and RUN/environment.json. `here`:
-    number of ranks on the failed rank's node, which share its memory; None = all."""
+    """Explain a failure and suggest fixes, using RUN/config.yaml and RUN/environment.json. `here`: number of
+    ranks on the node of the failed rank, which share its memory; None: all ranks."""
     here = here or world_size
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
@@ -268,8 +268,7 @@ def _explain_kill(
 def explain_memory(
     run_dir: Path, world_size: int, message: str, *, on_host: bool, here: int
 ) -> tuple[list[str], list[str]]:
-    """Explain why host or device memory ran out, and find settings that need less memory. `here`: number of
-    ranks that share the host."""
+    """Explain why host or device memory ran out, and suggest fixes. `here`: number of ranks on the host."""
     try:
         config = load_config(run_dir / "config.yaml")
     except (ConfigError, OSError):
@@ -380,7 +379,7 @@ class MemoryWatch:
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     """Return the number of out-of-memory kills so far and the path of the counter; None if none is readable.
-    The control group's counter (v2 or v1) covers all its limits and is preferred to the machine's."""
+    The control group's counter (v2 or v1) includes kills for any limit and is preferred to the machine's."""
     counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))

@@ -25,7 +25,7 @@ LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # maximum time counted between two polls; a longer gap means that this process was stopped
 ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
 REPORT_AT = 0.8  # share of the hang limit at which evidence is collected, so that the report is in time
-PATIENT_S = 300.0  # limit in the PATIENT phases, which may take long without progress
+PATIENT_S = 300.0  # minimum hang limit in the PATIENT phases, which may take long without progress
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Heartbeat()  # heartbeat of a rank that has not started
@@ -139,8 +139,8 @@ class Watch:
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
-        """Check the ranks, at most every LOOK_EVERY_S. Return the hang if the run must be killed. `workers`:
-        rank -> process. `now`: seconds on the monotonic clock; None reads the clock."""
+        """Check the ranks, at most once per LOOK_EVERY_S. Return the hang if the run must be killed.
+        `workers`: rank -> process. `now`: seconds on the monotonic clock; None reads the clock."""
         now = time.monotonic() if now is None else now
         if now - self._looked < LOOK_EVERY_S or not workers:
             return None
@@ -178,7 +178,7 @@ class Watch:
     def _is_hung(self) -> bool:
         started = [snapshot for snapshot in self._ranks.values() if snapshot.heartbeat != ABSENT]
         if not started or self._clock_s < self._next_look_s:
-            return False  # the workers are starting or cannot write heartbeats
+            return False  # the workers are starting or compiling, or cannot write heartbeats
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
             return False  # a node without contact is reported as lost, not as hung
         limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))

@@ -44,7 +44,7 @@ def test_every_number_is_shown_with_its_denominator(tmp_path: Path) -> None:
     assert basis == "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked"
     assert rows["Work", "optimizer steps"].endswith("global batch 64 = micro 16 x accumulation 2 x dp 2")
     assert rows["Throughput", "tokens"] == "16.4 k tokens/s | summed over 2 CPU ranks"
-    assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device (unknown)"
+    assert rows["Throughput", "MFU"] == "n/a | model FLOP/s / fp32 peak of the device (unknown)"
     assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of the wall time, part of train"
     assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
