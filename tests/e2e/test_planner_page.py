@@ -72,6 +72,7 @@ def test_the_script_computes_the_same_as_python(browser: Browser, tmp_path: Path
     browser.open(tmp_path / "plan.html")
     answers = browser.evaluate(f"{json.dumps(states)}.map(plan)")
     assert browser.errors == []
+    assert browser.evaluate('document.getElementById("given").textContent.includes("ratio")') is not with_law
     refused = 0
     for state, answer in zip(states, answers, strict=True):
         try:

@@ -103,7 +103,8 @@ function show() {
     row.append(head, cell);
     return row;
   }));
-  document.getElementById("given").textContent = `${three(state.amount)} ${state.unit}, ratio ${three(state.ratio)}`;
+  document.getElementById("given").textContent = `${three(state.amount)} ${state.unit}` +
+    (data.law ? "" : `, ratio ${three(state.ratio)}`);
   document.getElementById("curve").setAttribute("points", answer.curve ? curve(answer.curve) : "");
   const names = ["unit", "amount", "gpu", "count", "price", "ratio"];
   history.replaceState(null, "", "#" + new URLSearchParams(names.map(name => [name, field(name).value])));
