@@ -103,7 +103,7 @@ def normalize(text: str) -> str:
 def normalizer() -> normalizers.Normalizer:
     """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD and lower case, replaces
     characters that have an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
-    spaces. Except in quote pairs and spaces, it treats each character separately, as `normalize` requires."""
+    spaces. Except for quote pairs and spaces, it treats each character alone, as `normalize` requires."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
@@ -289,9 +289,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return the manifest's num_special: the lowest id that a random replacement may have. Special tokens in
-    the upper half of the ids are ignored, because some tokenizers (such as ModernBERT's) have theirs there. A
-    few of the 50,000 possible replacements are then special tokens."""
+    """Return the manifest's num_special: the lowest id of the random tokens that masking inserts. Special
+    tokens in the upper half of the ids are ignored, because some tokenizers (such as ModernBERT's) have
+    theirs there. With such a tokenizer, a few of about 50,000 possible random tokens are special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
