@@ -49,7 +49,7 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use all cores available to this process, and keep freed memory, like a rank on a CPU."""
+    """Use all cores available to this process, and keep freed memory for reuse, like a rank on a CPU."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 
