@@ -46,7 +46,7 @@ MAX_ALPHABET = 1000  # characters; rarer characters become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
-# Characters that are replaced after NFKD and lower case. They are listed, because classes such as \s depend
+# Characters that are replaced after NFKD and lowercasing. They are listed, because classes such as \s depend
 # on the Unicode version.
 WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 DASHES = (
@@ -101,8 +101,8 @@ def normalize(text: str) -> str:
 
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
-    """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD and lower case, replaces
-    characters that have an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
+    """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD, converts to lower case,
+    replaces characters with an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
     spaces. Except for quote pairs and spaces, it treats each character alone, as `normalize` requires."""
     return normalizers.Sequence(
         [

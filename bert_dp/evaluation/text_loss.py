@@ -149,9 +149,9 @@ class HiddenWords(StoredModel):
     """Results for the prediction of whole words. All tokens of a word are hidden at once."""
 
     words: Count
-    """Number of hidden words, the same for every vocabulary, because sampling ignores tokens."""
+    """Number of hidden words, the same for every vocabulary, because their choice ignores tokens."""
     words_without_token: Count
-    """Hidden words for which the tokenizer produces no token. Their bytes count, but they add 0 bits."""
+    """Hidden words for which the tokenizer produces no token. They count in `bytes`, but add 0 bits."""
     bytes: Count
     """UTF-8 bytes of the hidden words in the text."""
     documents: Count
