@@ -1,11 +1,11 @@
 """Build shards from text sources, in a directory or in the cache, under a lock. Torch-free.
 
 A build reads the sources three times: to hash them, to sample text for training the tokenizer, and to
-tokenize them. The second time is skipped if a tokenizer is given. Memory holds two copies of the sample (at
+tokenize them. The second read is skipped if a tokenizer is given. Memory holds two copies of the sample (at
 most 128 MiB of text each) and a few batches per process. Exact dedup needs 8 bytes per document (24 while it
-merges two arrays), near dedup about 2 kB. The shards are written to a temporary directory, which then
-replaces OUT. The launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints
-their directory.
+merges two arrays), near dedup about 2 kB. The shards are written to a temporary directory, which replaces
+the output directory when it is complete. The launcher runs `python -m bert_dp.data.build` to build or find
+shards; the command prints their directory.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from bert_dp.training.process import follow_launcher
 
 SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer, counted in characters
 WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
-BYTES_PER_PROCESS = 8 * 2**20  # source text per process; with less, starting one costs more than it saves
+BYTES_PER_PROCESS = 8 * 2**20  # source text per process; with less, another process costs more than it saves
 Progress = Callable[[str, int, int | None], None]
 """Callback (stage, done, total). `total` is None if unknown, and 0 if `stage` is a message."""
 
@@ -274,9 +274,9 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, and write the remaining documents to train or held_out, by the hashes of their texts.
-    Add up the COUNTS in each source's record. Return {stage: documents dropped}. Raises ConfigError if the
-    tokenizer loses too much of a source."""
+    """Drop duplicates, and write each remaining document to train or held_out. A hash of the text determines
+    the split. Add the COUNTS of each source to its record. Return {stage: documents dropped}. Raises
+    ConfigError if the tokenizer loses too much of a source."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
@@ -315,9 +315,9 @@ def _route(
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that takes keys [D] uint64 and returns a mask [D], which is True for keys that no
-    call has seen before. Sorted arrays of doubling size store 8 bytes per key. The probability that any two
-    of n different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
+    """Return a function that takes keys [D] uint64 and returns a mask [D], which is True at the first
+    occurrence of a key in all calls. Sorted arrays of doubling size store 8 bytes per key. The probability
+    that any two of n different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:
@@ -385,7 +385,7 @@ def filter_warnings(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold a lock file next to `out`. If the process dies, the kernel releases it. Raises ConfigError."""
+    """Lock a file next to `out`. If this process dies, the kernel releases the lock. Raises ConfigError."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -423,7 +423,7 @@ def replaced(out: Path) -> Iterator[Path]:
         work.rename(out)
     finally:
         if old.exists() and not out.exists():
-            old.rename(out)  # interrupted between the two renames
+            old.rename(out)  # this process was interrupted between the two renames
         for directory in (work, old):
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -432,8 +432,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(answer: Callable[[], str]) -> int:
-    """Print the answer and return exit code 0. On ConfigError, print the issues as JSON and return 2. On any
-    other failure, print a line to stderr and return 1. After a signal, return 128 + its number."""
+    """Print the result of `answer`, and return exit code 0. On ConfigError, print the issues as JSON and
+    return 2. On other failures, print a line to stderr and return 1. On a signal, return 128 + its number."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()

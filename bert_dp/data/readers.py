@@ -359,7 +359,7 @@ def value_of(record: Any, key: str) -> Any:
 
 
 def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
-    """Return the text of a record at `place` in the source `name`. Raises ConfigError if it has no text."""
+    """Return a record's text. Raises ConfigError with `name`, `place` and hint `fix` if it has no text."""
     text = value_of(record, key)
     if not isinstance(text, str):
         kind: IssueKind = "missing" if text is ABSENT else "wrong_type"
@@ -389,7 +389,7 @@ def _blocks(path: Path) -> Iterator[str]:
             yield "\n".join(block)
             block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
-            message = f"more than {MAX_DOCUMENT_BYTES} characters up to line {number} without a blank line"
+            message = f"more than {MAX_DOCUMENT_BYTES} characters without a blank line, up to line {number}"
             raise _refused(path, "out_of_range", message, "use documents=line (data.build.documents)")
     if block:
         yield "\n".join(block)

@@ -91,7 +91,7 @@ class Shards:
         *,
         checked: bool = True,
     ):
-        """Open the files. `checked`: let `rows` refuse token ids outside the vocabulary."""
+        """Open the files. `checked`: make `rows` refuse token ids outside the vocabulary."""
         self.length, self._checked = manifest.sequence_length, checked
         mask_id = manifest.special_tokens["mask"]
         self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
@@ -103,8 +103,8 @@ class Shards:
         return int(self._starts[-1])
 
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Return the sequences at `index_B` in the same order, [B, S]. If `checked`, raises ConfigError for a
-        token id outside the vocabulary, because the embedding has no row for it."""
+        """Return the sequences at `index_B`, in the order of the indices, as [B, S]. If `checked`, raises
+        ConfigError for a token id outside the vocabulary, because the embedding has no row for it."""
         out_BS = np.empty((len(index_B), self.length), TOKEN)
         shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
         for shard in np.unique(shard_B):

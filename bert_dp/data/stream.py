@@ -136,8 +136,8 @@ def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
     """Return this replica's batches of held-out sequences, with fixed masks. Batches are assigned to replicas
-    round-robin. Rows with the label IGNORE complete the last batches, so that all batches have the same shape
-    and all replicas get equally many. Engines that communicate in the forward pass require this."""
+    round-robin. Rows with the label IGNORE complete the last batches, because engines that communicate in the
+    forward pass require the same shape of all batches and the same number of batches on all replicas."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))

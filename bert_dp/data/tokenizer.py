@@ -46,7 +46,7 @@ MAX_ALPHABET = 1000  # characters; rarer characters become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
-# Characters that are replaced after NFKD and lower case. They are listed, because classes such as \s depend
+# Characters that are replaced after NFKD and lowercasing. They are listed, because classes such as \s depend
 # on the Unicode version.
 WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 DASHES = (
@@ -101,9 +101,9 @@ def normalize(text: str) -> str:
 
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
-    """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD and lower case, replaces
-    characters that have an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
-    spaces. Except in quote pairs and spaces, it treats each character separately, as `normalize` requires."""
+    """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD, converts to lower case,
+    replaces characters with an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
+    spaces. Except for quote pairs and spaces, it treats each character alone, as `normalize` requires."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
@@ -289,9 +289,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return the manifest's num_special: the lowest id that a random replacement may have. Special tokens in
-    the upper half of the ids are ignored, because some tokenizers (such as ModernBERT's) have theirs there. A
-    few of the 50,000 possible replacements are then special tokens."""
+    """Return the manifest's num_special: the lowest id of the random tokens that masking inserts. Special
+    tokens in the upper half of the ids are ignored, because some tokenizers (such as ModernBERT's) have
+    theirs there. With such a tokenizer, a few of about 50,000 possible random tokens are special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 

@@ -227,8 +227,8 @@ def batches(lengths_N: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[n
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
-    """Return the `score` of a regression. Otherwise, return `label` (the most probable one) or `labels` (all
-    above 50 %), and the `probabilities` of all labels by name."""
+    """Return the `score` of a regression. Otherwise, return the `probabilities` of all labels by name, and
+    the most probable `label` or, for multi_label, all `labels` with a probability above 50 %."""
     if finetune.kind == "regression":
         return {"score": round(float(logits_L[0]), DIGITS)}
     names = finetune.labels

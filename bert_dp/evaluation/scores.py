@@ -1,8 +1,8 @@
 """Score predictions with scikit-learn and scipy (extra `glue`), without importing torch.
 
-For single_label, f1 refers to the second label if there are two labels. Otherwise, it is the mean of all
-labels' f1. auc is defined only for two labels. For multi_label, a label is predicted if its logit is above 0.
-f1 is computed over all pairs of example and label. accuracy is the share of examples with all labels right.
+For single_label, f1 is that of the second label if there are two labels, else the mean over the labels. auc
+is defined only for two labels. For multi_label, a label is predicted if its logit is above 0, f1 is computed
+over all pairs of example and label, and accuracy is the share of examples with all labels right.
 """
 
 import functools

@@ -41,7 +41,7 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write each missing file of train's logits whose number modulo `of` is `share`. Its contents do not
+    """Write the missing logits files of train whose number modulo `of` is `share`. A file's contents do not
     depend on `of`. Raise ConfigError if an input is unusable, RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)

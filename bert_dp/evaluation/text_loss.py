@@ -1,6 +1,6 @@
 """Measure the loss of a pretrained model on any text.
 
-As in training, sequences are cut from the concatenated documents, each followed by <sep>. The model evaluates
+As in training, sequences are cut from the concatenated documents, each followed by <sep>. The model reads
 them twice. The first time, it predicts single tokens. The second time, it predicts whole words, for a loss in
 bits per byte that is comparable between vocabularies. The tokens to predict depend only on (document,
 position), the words to hide only on (document, word index). Axes: D documents, T tokens in total, P predicted
@@ -149,9 +149,9 @@ class HiddenWords(StoredModel):
     """Results for the prediction of whole words. All tokens of a word are hidden at once."""
 
     words: Count
-    """Number of hidden words, the same for every vocabulary, because sampling ignores tokens."""
+    """Number of hidden words, the same for every vocabulary, because their choice ignores tokens."""
     words_without_token: Count
-    """Hidden words for which the tokenizer produces no token. Their bytes count, but they add 0 bits."""
+    """Hidden words for which the tokenizer produces no token. They count in `bytes`, but add 0 bits."""
     bytes: Count
     """UTF-8 bytes of the hidden words in the text."""
     documents: Count
@@ -221,7 +221,7 @@ def text_loss(
         hint = "choose a run whose tokenizer supports the script of the text"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of its {len(text.ids_T)} tokens is among the random {EVAL_MASK_RATE:.0%} to predict"
+        message = f"none of the {len(text.ids_T)} tokens is among the random {EVAL_MASK_RATE:.0%} to predict"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -251,7 +251,7 @@ def text_loss(
 
 
 def token_losses(model: CrammedBert, text: Text, length: int, progress: Progress) -> PredictedTokens:
-    """Compute the mean loss and the accuracy for the single tokens in `text.drawn_T`."""
+    """Compute the mean loss and the accuracy for the single tokens marked in `text.drawn_T`."""
     loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", progress)
     document_P = text.document_T[text.drawn_T]
     count_D = np.bincount(document_P)

@@ -31,7 +31,7 @@ MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a
 HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
 
 Substitute = Callable[[str, int, Random], str]
-"""Function that takes a text, the index of a word and a random generator, and returns the new word."""
+"""Function that takes a text, the index of a word and a random generator, and returns a replacement."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
@@ -62,7 +62,7 @@ def copy_of(
 
 
 class SameTagWords:
-    """Substitute that samples a word of the same part of speech, weighted by its frequency in the texts."""
+    """Substitute that samples a word of the same part of speech, weighted by word frequency in the texts."""
 
     def __init__(self, texts: Iterable[str], tag: Callable[[list[str]], list[str]]):
         self._tags = {text: tag(text.split()) for text in texts}
@@ -133,7 +133,7 @@ class AugmentedData:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsData:
-    """Data set whose training texts and their teacher's logits come from a JSONL file."""
+    """Data set whose training texts, each with a teacher's logits, come from a JSONL file."""
 
     data: GlueData | CustomData
     file: str

@@ -137,9 +137,9 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Read the files in `names`, such as "RTE/train.tsv", that exist in the folder, or anywhere in the tar,
-    `place`. Return {name: bytes}; without `content`, the bytes are empty. Nothing is extracted to disk.
-    Raises ConfigError."""
+    """Read the files in `names`, such as "RTE/train.tsv", that exist in `place`: a folder, or a tar that may
+    contain them in any folder. Return {name: bytes}; without `content`, the bytes are empty. Nothing is
+    extracted to disk. Raises ConfigError."""
     found: dict[str, bytes] = {}
     try:
         if place.is_dir():

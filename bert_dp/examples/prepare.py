@@ -1,6 +1,6 @@
 """Convert labelled texts to token ids and labels in a cache directory, for finetuning. Torch-free.
 
-The launcher runs `python -m bert_dp.examples.prepare` with the options of its command.
+The launcher runs `python -m bert_dp.examples.prepare` with options from the user's command.
 """
 
 import argparse
@@ -44,18 +44,18 @@ class EncodedExamples:
     ids: NDArray[np.uint16]  # [T]
     offsets: NDArray[np.int64]  # [n + 1]
     truncated: int
-    """Number of examples longer than the encoder's length."""
+    """Number of examples longer than the encoder's `length`."""
     textless: NDArray[np.int64]
     """Indices of examples in which at least one text has no tokens."""
     letters: int
-    """Letters in the texts before truncation."""
+    """Number of letters in the texts before truncation."""
     lost_letters: int
-    """Letters that the tokenizer drops, and letters in unknown tokens."""
+    """Number of letters that the tokenizer drops or that are in unknown tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleEncoder:
-    """Encoder of examples as `<cls> A <sep>` or `<cls> A <sep> B <sep>`, with at most `length` token ids.
+    """Encoder that converts examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>`, up to `length` tokens.
     RoBERTa's tokenizers put two separators between the texts."""
 
     tokenizer: Tokenizer
@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of a text. Its pieces are read from `pieces` and joined by the ids of its marks."""
+        """Join the next encoded `pieces` to the ids of a text, with the ids of its marks between them."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -144,7 +144,7 @@ def truncate(parts: list[list[int]], limit: int) -> list[list[int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the options describe, print its answer and return the exit code."""
+    """Run `missing` or `prepare` with the given options, print the answer and return the exit code."""
     return run_command(lambda: answer(argv))
 
 

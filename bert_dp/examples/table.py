@@ -1,8 +1,8 @@
-"""Read rows of labelled texts, check their column types, and store encoded examples. Torch-free.
+"""Read and check rows of labelled texts, and store encoded examples. Torch-free.
 
 A file of n examples contains `ids` uint16 [T], the tokens of all examples, and `offsets` int64 [n + 1], the
-bounds of each example in `ids`. If the labels are known, it contains `labels`: int64 [n] for single_label,
-uint8 [n, L] for multi_label or float32 [n] for regression.
+bounds of each example in `ids`. If the labels are known, it also contains `labels`: int64 [n] for
+single_label, uint8 [n, L] for multi_label or float32 [n] for regression.
 """
 
 import contextlib
@@ -184,7 +184,7 @@ def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[t
 def data_error(
     name: str, kind: IssueKind, message: str, hint: str | None = None, value: Any = None
 ) -> ConfigError:
-    """Return a ConfigError for one problem in the file `name`."""
+    """Return a ConfigError for one problem with the file or option `name`."""
     return ConfigError([Issue(name, kind, message, value, hint=hint)])
 
 

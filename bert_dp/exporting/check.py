@@ -72,7 +72,7 @@ class ExportCheck(StoredModel):
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
     """Parameters of the class that the file does not contain, and parameters that only the file contains."""
     again: float
-    """Largest absolute difference after saving and reloading the exported model."""
+    """Largest absolute difference in the outputs after the exported model is saved and reloaded."""
     versions: dict[str, str]
     """Versions of Python and of the packages that loaded the exported model."""
 

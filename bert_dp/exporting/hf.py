@@ -185,7 +185,7 @@ def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], 
         yield from _projections(state, f"{own_name}.attn", roles)
         yield from _module(state, f"{hf_name}.self_attn.o_proj", f"{own_name}.attn.Wo")
         for name, tensor in _module(state, "Wi", f"{own_name}.mlp.Wi"):
-            gate, up = tensor.chunk(2)  # the first half is activated
+            gate, up = tensor.chunk(2)  # the activation function applies to the first half
             yield name.replace("Wi", f"{hf_name}.mlp.gate_proj"), gate
             yield name.replace("Wi", f"{hf_name}.mlp.up_proj"), up
         yield from _module(state, f"{hf_name}.mlp.down_proj", f"{own_name}.mlp.Wo")

@@ -67,7 +67,7 @@ def open_hf(directory: Path, kind: str) -> Compute:
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """Return the model, the names of its parameters that are missing in the file or have another shape there,
+    """Return the model, the names of its parameters that the file lacks or stores in another shape,
     and the names of parameters that only the file contains."""
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if installed
         logging.getLogger(name).setLevel(logging.ERROR)  # these log every CUDA library that cannot be loaded
@@ -135,8 +135,8 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 
 
 def reload(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """Load, save and reload the model. Return the reloaded model as a function, and the fields
-    of ExportCheck that describe the first load."""
+    """Load, save and reload the model; an AOTInductor model is only reloaded. Return the reloaded model as a
+    function, and the fields of ExportCheck that describe the first load."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
@@ -158,7 +158,7 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
     """Run the model on the batches in `inputs`. Return the exit code: UNUSABLE if loading fails, else 0."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # blocks these imports
-    # torch logs that it cannot import the handlers that bert-dp registers
+    # hide torch's message that it cannot import the handlers that bert-dp registers
     logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]

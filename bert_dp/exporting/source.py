@@ -93,7 +93,7 @@ class ExportSource(LoadedCheckpoint):
 
 
 def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
-    """Load one checkpoint, or the newest valid checkpoint of a run. `encoder`: without the head. Raise
+    """Load one checkpoint, or the newest valid checkpoint of a run. `encoder`: omit the head. Raise
     ConfigError if the checkpoint is unusable or has no encoder."""
     loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"

@@ -1,6 +1,6 @@
 """Measure the bandwidth of all-reduces.
 
-`python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` runs N local ranks, each on a separate GPU if
+`python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` runs N local ranks, each on its own GPU if
 there are enough, for SECONDS (default 2) per size, and prints one JSON line per size. `pair RANK HOST PORT
 INTERFACE [SOCKET]` runs one rank of a pair on two nodes; SOCKET is the descriptor of rank 0's bound socket.
 """
@@ -32,7 +32,7 @@ def _measure(
     seconds: float,
     interface: str = "lo",
 ) -> None:
-    """Time all-reduces of each size (in bytes) for about `seconds`, as one rank. Rank 0 prints the results.
+    """Time all-reduces as one rank, for about `seconds` per size (in bytes). Rank 0 prints the results.
     `store`: path of a file for ranks on one node, or a store for two nodes."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -53,7 +53,7 @@ def _measure(
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Time all-reduces for about `seconds`. busbw is the bus bandwidth of nccl-tests; 1 GB = 1e9 bytes."""
+    """Time all-reduces for about `seconds`. busbw is nccl-tests' bus bandwidth in GB/s; 1 GB = 1e9 bytes."""
     data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:

@@ -1,7 +1,7 @@
 """Measure the matmul rate of one device, the denominator of MAMFU.
 
 `python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line with the best rate of several
-shapes, like MAMF-finder (stas00/ml-engineering). On a CPU, it uses all cores available to the process.
+shapes, as MAMF-finder (stas00/ml-engineering) does. On a CPU, it uses all cores available to the process.
 """
 
 import json
@@ -49,7 +49,7 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use all cores available to this process, and keep freed memory, like a rank on a CPU."""
+    """Use all cores available to this process, and keep freed memory for reuse, like a rank on a CPU."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 

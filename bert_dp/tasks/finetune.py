@@ -99,8 +99,8 @@ class Finetuning:
         return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Score every split with labels, and write predictions for all splits. `loss` is the mean over the
-        examples of dev (for MNLI, of both dev splits). A split has no scores if a logit is not finite."""
+        """Write predictions for all splits except train, and score those with labels. `loss` is the mean over
+        the examples of dev (for MNLI, of both dev splits). A split has no scores if a logit is not finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
             logits_NL = self._logits(model, examples, context)
@@ -116,7 +116,7 @@ class Finetuning:
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
-        """Return the measurements for `evaluate`; None if no dev split has labels."""
+        """Compute the result of `evaluate` from each split's logits; None if no dev split has labels."""
         scores: dict[str, float] = {}
         one_class: list[str] = []
         total, count = 0.0, 0
@@ -211,7 +211,7 @@ class Finetuning:
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
         """Yield this replica's batches, sorted by length. Copies of the longest example fill up the last
-        batches. All replicas get the same number, because some engines communicate in the forward pass."""
+        batches, because some engines require the same number of batches on all replicas."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))
