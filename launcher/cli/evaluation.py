@@ -29,8 +29,8 @@ def eval_glue(
 ) -> int:
     """Finetune a run on GLUE tasks with several seeds.
 
-    Each score is the median over the seeds on the dev set. It is shown next to the score of always giving
-    the same answer. Writes glue.json and an HTML page.
+    Each score is the median over the seeds on the dev set. The score of a constant prediction is shown next
+    to it. Writes glue.json and an HTML page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions

@@ -61,7 +61,7 @@ def check_report(check: ExportCheck) -> Report:
     shares = [row.top1 for row in check.rows if row.top1 is not None]
     allowed = "no limit: only fp32 exports have one"
     if check.tolerance is not None:
-        allowed = f"limit {check.tolerance:.0e}; divided by the largest output if that exceeds 1"
+        allowed = f"divided by the largest output if that exceeds 1; limit {check.tolerance:.0e}"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"
