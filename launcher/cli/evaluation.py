@@ -134,9 +134,9 @@ def export_check(
     ] = None,
     json: opt.Json = False,
 ) -> int:
-    """Compare an exported directory with its run.
+    """Compare an exported model with the run from which it was exported.
 
-    Batches of several sizes and lengths are run through both models. The exported model is loaded in a
+    Both models compute batches of several sizes and lengths. The exported model is loaded in a
     process without bert-dp's code. The exit code is 1 if the results differ.
     """
     from launcher.evaluate import export

@@ -45,8 +45,8 @@ def export(
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
-    """Compare an export with its run and show the result. Return 1 if the outputs differ, else 0. Raise
-    ConfigError if the export or the run is unusable, and RunFailed if the export cannot be executed."""
+    """Compare an export with the run that was exported, and show the result. Return 1 if the outputs differ,
+    else 0. Raise ConfigError if either is unusable, and RunFailed if the export cannot be executed."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
 

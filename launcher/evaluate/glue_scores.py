@@ -166,7 +166,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of the medians, or None if a task lacks scores, and the tasks that lack scores."""
+    """Return the GLUE average, or None if a task lacks scores, and the tasks that lack scores."""
     medians: list[float] = []  # nine: MNLI has two
     lacking = []
     for name in AVERAGED:

@@ -115,7 +115,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Costs of one hour of all devices: dollars, kWh, kg of CO2, hours (always 1). None if unknown."""
+        """Costs of one hour on all devices: dollars, kWh, kg of CO2, hours (always 1). None if unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -493,7 +493,7 @@ def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Fro
 
 
 def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
-    """Return a figure that is proportional to the speed and has the same relative interval."""
+    """Return `value` as a figure. It is proportional to the speed, so its relative interval is the same."""
     ends = [value / rate.factor, value * rate.factor]
     return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 

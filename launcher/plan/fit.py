@@ -104,7 +104,7 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
 
 
 def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) -> Frontier:
-    """Fit the law. `facts`: Frontier fields that all runs share. Raises ConfigError for too few runs."""
+    """Fit the loss law. `facts`: Frontier fields that all runs share. Raises ConfigError for too few runs."""
     from launcher.plan import loss_fit
 
     rows = grouped(runs)

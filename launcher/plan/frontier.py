@@ -122,7 +122,7 @@ class Frontier(StoredFile):
         """Apply `value` to the law; return the result and its 95 % interval.
 
         The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
-        The interval assumes a normal distribution, so `value` should return the logarithm of a model size.
+        The interval assumes a normal distribution, so `value` should return ln(size) rather than a size.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

@@ -406,8 +406,8 @@ def load_named(option: str, name: str) -> Config:
 
 
 def find_model(name: str) -> tuple[ModelConfig, int, float]:
-    """Return the named model (bert-base, bert-large or a configuration's), its sequence length and its
-    mask rate. Raises ConfigError for any other name."""
+    """Return a model, its sequence length and mask rate. `name`: bert-base, bert-large or a configuration.
+    Raises ConfigError for any other name."""
     if name in MODELS:
         return MODELS[name], BERT_SEQUENCE_LENGTH, BERT_MASK_RATE
     config = load_named("--model", name)

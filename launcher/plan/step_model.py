@@ -234,7 +234,7 @@ def slowest(ranks: int, spread: float) -> float:
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return the profile with its micro batch scaled to `micro_s` seconds, and to `micro_batch` if given."""
+    """Return the profile with its micro batch scaled to `micro_s` seconds. `micro_batch`: its new size."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients

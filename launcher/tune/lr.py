@@ -140,7 +140,7 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return the issues that prevent a search on this data. A budget in epochs is converted to tokens."""
+    """Return the issues that prevent a search on this data, with a budget in epochs converted to tokens."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
