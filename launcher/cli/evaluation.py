@@ -136,8 +136,8 @@ def export_check(
 ) -> int:
     """Compare an exported model with the run from which it was exported.
 
-    Both models compute batches of several sizes and lengths. The exported model is loaded in a
-    process without bert-dp's code. The exit code is 1 if the results differ.
+    Both models compute the outputs for batches of several sizes and lengths. The exported model is loaded in
+    a process without bert-dp's code. The exit code is 1 if the outputs differ.
     """
     from launcher.evaluate import export
 
