@@ -13,7 +13,7 @@ from bert_dp import __version__, files
 from launcher.cli import evaluation, planning, reports, training, tuning
 from launcher.cli.exit_code import exit_code
 
-SHARED = ("report", "data", "export")  # write with the user's umask; all others write private files
+SHARED = ("report", "data", "export")  # verbs that use the user's umask; all others write private files
 
 
 app = typer.Typer(

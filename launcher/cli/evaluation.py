@@ -29,8 +29,8 @@ def eval_glue(
 ) -> int:
     """Finetune a run on GLUE tasks with several seeds.
 
-    Each score is the median over the seeds on the dev set. It is shown next to the score of always giving
-    the same answer. Writes glue.json and an HTML page.
+    Each score is the median over the seeds on the dev set. The score of a constant prediction is shown next
+    to it. Writes glue.json and an HTML page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
@@ -134,10 +134,10 @@ def export_check(
     ] = None,
     json: opt.Json = False,
 ) -> int:
-    """Compare an exported directory with its run.
+    """Compare an exported model with the run from which it was exported.
 
-    Batches of several sizes and lengths are run through both models. The exported model is loaded in a
-    process without bert-dp's code. The exit code is 1 if the results differ.
+    Both models compute the outputs for batches of several sizes and lengths. The exported model is loaded in
+    a process without bert-dp's code. The exit code is 1 if the outputs differ.
     """
     from launcher.evaluate import export
 

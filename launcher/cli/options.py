@@ -22,7 +22,7 @@ TEXTS = "Files, directories or globs (text, JSONL, Parquet; .gz, .xz, .zst), hub
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Make an option. `parse` converts its value or raises BadParameter. `names` replace the default name."""
+    """Make an option. `parse` converts its text or raises BadParameter. `names` replace the default name."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text  # a default is already converted

@@ -206,8 +206,8 @@ def distill(
 ) -> int:
     """Train a small student on the logits of a finetuned run.
 
-    The teacher computes its logits once, for the training examples and augmented copies of them. The
-    student is then trained on the logits with the training loop of `train`.
+    The finetuned run (teacher) computes its logits once, for the training examples and augmented copies of
+    them. The student is then trained on the logits with the training loop of `train`.
     """
     from launcher.evaluate import distill as distilling
     from launcher.evaluate import finetune as finetuning

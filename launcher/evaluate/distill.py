@@ -37,8 +37,8 @@ def load(
     nproc: str,
     dry_run: bool,
 ) -> job.Job:
-    """Prepare the transfer set, label it with the teacher, and return the job for `train`. `dry_run` skips
-    labelling. Raise ConfigError if the input is unusable."""
+    """Prepare the transfer set, label it with the teacher, and return the job that trains the student.
+    `dry_run` skips labelling. Raise ConfigError if the input is unusable."""
     if issues := finetune.setting_issues(overrides, DERIVED):
         raise ConfigError(issues)
     teacher, is_file = finetune.find_pretrained(run, "TEACHER"), teacher_logits is not None
@@ -71,9 +71,9 @@ def load(
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
-    """Return the levels of a student's configuration, except those that depend on the examples. The student
-    is a BiLSTM, a pretrained run with its weights, or the model of a configuration with random weights. Raise
-    ConfigError if it is invalid."""
+    """Return the levels of a student's configuration that do not depend on the examples. The student is a
+    BiLSTM, a pretrained run with its weights, or the model of a configuration with random weights. Raise
+    ConfigError if `student` or `embeddings` is unusable."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":

@@ -45,8 +45,8 @@ def export(
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
-    """Compare an export with its run and show the result. Return 1 if the outputs differ, else 0. Raise
-    ConfigError if the export or the run is unusable, and RunFailed if the export cannot be executed."""
+    """Compare an export with the run that was exported, and show the result. Return 1 if the outputs differ,
+    else 0. Raise ConfigError if either is unusable, and RunFailed if the export cannot be executed."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -61,7 +61,7 @@ def check_report(check: ExportCheck) -> Report:
     shares = [row.top1 for row in check.rows if row.top1 is not None]
     allowed = "no limit: only fp32 exports have one"
     if check.tolerance is not None:
-        allowed = f"limit {check.tolerance:.0e}; divided by the largest output if that exceeds 1"
+        allowed = f"divided by the largest output if that exceeds 1; limit {check.tolerance:.0e}"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"

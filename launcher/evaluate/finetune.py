@@ -212,7 +212,7 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
 def load(
     run: Path, source: ExamplesSource, overrides: Sequence[str], *, nproc: str, random_weights: bool
 ) -> job.Job:
-    """Prepare the examples and return the job for `train`. Raise ConfigError if the input is unusable."""
+    """Prepare the examples and return the job that finetunes. Raise ConfigError if the input is unusable."""
     if issues := setting_issues(overrides):
         raise ConfigError(issues)
     start = find_pretrained(run)

@@ -166,8 +166,8 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the mean of nine medians (MNLI: two; None if one is missing) and the tasks that lack scores."""
-    medians: list[float] = []
+    """Return the GLUE average, or None if a task lacks scores, and the tasks that lack scores."""
+    medians: list[float] = []  # nine: MNLI has two
     lacking = []
     for name in AVERAGED:
         metric = AVERAGED_METRICS.get(name, "accuracy")

@@ -63,7 +63,7 @@ MANY_EPOCHS = (
 
 
 class PlannedModel(StoredModel):
-    """A candidate model with its tokens and its predicted loss."""
+    """A candidate model with its number of training tokens and its predicted loss."""
 
     name: str
     hidden_size: int
@@ -103,19 +103,19 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Number of devices, and the hourly costs of one device. None if unknown."""
+    """Number of devices, price and mean power of one device, PUE, and CO2 per kWh. None if unknown."""
 
     gpus: int
     price: float | None = None  # dollars per hour
     watts: float | None = None
-    pue: float = 1.0
+    pue: float = 1.0  # data-center power / power of the machines
     grams_per_kwh: float | None = None
     notes: Mapping[str, tuple[Origin, str]] = dataclasses.field(default_factory=dict)
     """Origin and source of `dollars`, `kwh` and `co2_kg`."""
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Consumption of all devices per hour: hours (1), dollars, kWh and kg of CO2. None if unknown."""
+        """Costs of one hour on all devices: dollars, kWh, kg of CO2, hours (always 1). None if unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -208,8 +208,9 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return a function that maps a configuration to its speed: read from --from, estimated for --gpu, or
-        interpolated between the frontier's runs. Raises ConfigError if --from has other settings."""
+        """Return a function that maps a configuration to its speed. The speed is read from --from, estimated
+        for --gpu or interpolated between the frontier's runs. Raises ConfigError if the run or benchmark in
+        --from has other settings."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -226,7 +227,9 @@ class BudgetOptions:
         warnings: list[str] = []
         values = {"dollars": self.price, "kwh": self.watts, "co2_kg": self.g_per_kwh}
         notes: dict[str, tuple[Origin, str]] = {
-            name: ("stated", f"{value:g} as given") for name, value in values.items() if value is not None
+            name: ("stated", f"{value:g} from the command line")
+            for name, value in values.items()
+            if value is not None
         }
         for name, key, path in (("dollars", self.gpu, PRICES), ("co2_kg", self.grid, GRID)):
             listed = sourced_values(path).get(key or "")
@@ -247,8 +250,7 @@ def plan_budget(
 ) -> tuple[BudgetPlan, Path | None]:
     """Plan a budget; return the plan, and the path of the configuration if one was written.
 
-    Writes the configuration to `out` if a size was chosen, and the interactive planner to `page`. Raises
-    ConfigError.
+    Writes the configuration to `out` if a size was chosen, and a planner to `page`. Raises ConfigError.
     """
     unit, amount = options.budget()
     base = load_named("--config", options.config)
@@ -330,7 +332,7 @@ def make_plan(
     rate_of: Callable[[Config], Rate],
     fit: Frontier | None = None,
 ) -> BudgetPlan:
-    """Plan a budget. If `fit`, keep_model and a ratio are absent, published scaling laws size the models.
+    """Plan a budget. Without a frontier, a ratio or keep_model, published scaling laws determine the sizes.
 
     `rate_of` returns the tokens/s of a configuration, or raises ConfigError if it does not fit the device.
     Raises ConfigError if the budget is too small for every size, or larger than the largest size can use.
@@ -430,8 +432,8 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
 
     `sizes` are ascending. `hours_of` gives the hours that the optimal training of each size takes; values in
     between are interpolated in log-log space. The curve is U-shaped, because very small models use the device
-    inefficiently; the result is on its rising branch. Raises ValueError if there is no such size, with the
-    closest feasible hours: the minimum or the last value of `hours_of`.
+    inefficiently; the result is on its rising branch. If there is no such size, raises ValueError with the
+    feasible hours that are closest to `hours`.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -443,7 +445,7 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
 
 
 def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: Unit, costs: Costs) -> float:
-    """Return the best size. Raises ConfigError, with the smallest or largest feasible budget as the hint."""
+    """Return the best size, or raise ConfigError with the smallest or largest feasible budget as the hint."""
     try:
         return solve_above_tip(sizes, hours_of, hours)
     except ValueError as error:
@@ -491,7 +493,7 @@ def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Fro
 
 
 def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
-    """Return a figure that is proportional to the speed and has the same relative interval."""
+    """Return `value` as a figure. It is proportional to the speed, so its relative interval is the same."""
     ends = [value / rate.factor, value * rate.factor]
     return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 
@@ -499,7 +501,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Evaluate `value` on the law, widen its interval by `more` in quadrature, and map both with `shown`."""
+    """Return the figure shown(value(law)). First widen the interval of value(law) by `more` in quadrature."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
     ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} completed runs"

@@ -27,8 +27,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")  # in the order in which `precision: auto`
 
 
 def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
-    """Return the job as if this machine had `nproc` (auto: one) GPUs of this type. Raises ConfigError if
-    hardware.yaml does not list the GPU, or if the GPU does not support the precision."""
+    """Return the job as if this machine had `nproc` (auto: one) GPUs of type `gpu`. Raises ConfigError
+    if hardware.yaml does not list the GPU, or if the GPU does not support the precision."""
     if issues := unknown_issues("--gpu", gpu, hardware()["gpus"]):
         raise ConfigError(issues)
     device, config = hardware()["gpus"][gpu]["device"], job.config

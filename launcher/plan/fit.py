@@ -71,7 +71,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
 
 
 def read_table(path: Path) -> list[CompletedRun]:
-    """Read runs from a CSV file: budget_flops, parameters, loss, optionally tokens. Raises ConfigError."""
+    """Read runs from a CSV file with COLUMNS, of which `tokens` is optional. Raises ConfigError."""
     with refusing("--table", str(path)):
         text = read_regular(path, files.MAX_JSON_BYTES).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))
@@ -104,7 +104,7 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
 
 
 def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) -> Frontier:
-    """Fit the law. `facts`: Frontier fields that all runs share. Raises ConfigError for too few runs."""
+    """Fit the loss law. `facts`: Frontier fields that all runs share. Raises ConfigError for too few runs."""
     from launcher.plan import loss_fit
 
     rows = grouped(runs)

@@ -52,7 +52,7 @@ class LossLaw:
         return self.b / (self.a + self.b)
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Return the held-out loss in nats."""
+        """Return the predicted held-out loss in nats."""
         return float(self.E + self.A * parameters**-self.a + self.B * tokens**-self.b)
 
     def best_parameters(self, budget_flops: float) -> float:
@@ -87,7 +87,7 @@ class Frontier(StoredFile):
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Median factor by which the best sizes of the law and the parabolas differ, over budgets with both."""
+    """Factor between the best sizes by the law and by parabolas: median over the budgets that have both."""
     outside: list[float] = []  # budgets for which the sizes that were run do not enclose a minimum
     mask_rate: float | None = None
     sequence_length: int | None = None
@@ -122,7 +122,7 @@ class Frontier(StoredFile):
         """Apply `value` to the law; return the result and its 95 % interval.
 
         The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
-        The interval uses Student's t and assumes a normal distribution, so `value` should return a log size.
+        The interval assumes a normal distribution, so `value` should return ln(size) rather than a size.
         """
         middle = value(self.law)
         spread = statistics.stdev([value(law) for law in self.draws])

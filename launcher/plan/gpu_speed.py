@@ -51,8 +51,7 @@ def peak_of(gpu: str, precision: str) -> float | None:
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of the micro batch and of the optimizer step. The default of `constants` is
-    `gpu_speed` in hardware.yaml."""
+    """Estimate the seconds of a micro batch and an optimizer step. `constants` replace hardware.yaml's."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")
@@ -101,7 +100,7 @@ def memory_gib(gpu: str) -> float:
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of `configs`, which ascend in size; stop at the first that does not fit the device."""
+    """Return the rates of `configs`, ascending in size, without those too large for the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:
@@ -198,10 +197,11 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
 
 
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
-    """Interpolate measured tokens/s over parameters in log-log space; extrapolate from the nearest two sizes.
+    """Estimate the tokens/s of a model size by log-log interpolation. `rates`: parameters -> tokens/s.
 
-    The half-width of the interval of ln(tokens/s) is twice the leave-one-out RMS error over the inner sizes,
-    but at least 0.05. Outside the measured sizes, it is multiplied by 1 + |ln(parameters / nearest size)|.
+    The half-width of the 95 % interval of ln(tokens/s) is twice the leave-one-out RMS error over the inner
+    sizes, but at least 0.05. Sizes outside the measured range are extrapolated from the nearest two, and the
+    half-width is multiplied by 1 + |ln(parameters / nearest size)|.
     """
     sizes = sorted(rates)
     others = ((size, {k: v for k, v in rates.items() if k != size}) for size in sizes[1:-1])

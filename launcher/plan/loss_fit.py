@@ -53,7 +53,7 @@ def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -
 
 
 def _minima(logs: Floats, flops: float) -> list[LossLaw]:
-    """Return the laws at the lowest minima, best first. `logs`: ln of N, D and the loss, [3, runs]."""
+    """Return the laws with the lowest summed Huber loss, best first. `logs`: ln of N, D, loss [3, runs]."""
     ndimage = require("scipy.ndimage", "glue", "RUNS: fitting")
     a, b = (axis.ravel() for axis in np.meshgrid(EXPONENTS, EXPONENTS, indexing="ij"))
     constants, sums = _project(logs, a, b)
@@ -103,7 +103,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Minimise the summed Huber loss / HUBER^2 over the five constants by L-BFGS; return minimum and law."""
+    """Minimise the summed Huber loss / HUBER^2 over the five constants. Return the minimum and its law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]
@@ -140,8 +140,8 @@ def _huber(residual: Floats) -> Floats:
 def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bool]]:
     """Fit a parabola in ln N to the losses of each budget's runs.
 
-    Returns, by budget, N at the minimum and True if the sizes that were run enclose this N. Omits budgets
-    with fewer than three sizes or without a minimum.
+    Returns {budget: (N at the minimum, True if the sizes that were run enclose this N)}. Omits budgets with
+    fewer than three sizes or without a minimum.
     """
     minima = {}
     for budget in sorted({run.budget_flops for run in runs}):

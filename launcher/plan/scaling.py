@@ -90,7 +90,7 @@ class PlanSource:
     peak_flops: float | None = None
 
     def slowdown(self, ranks: int) -> float:
-        """Return the slowdown measured with this number of ranks or the next smaller one."""
+        """Return the slowdown measured with this number of ranks or the next smaller one, else 1."""
         smaller = [count for count in self.slowdowns if count <= ranks]
         return self.slowdowns[max(smaller)] if smaller else 1.0
 
@@ -108,7 +108,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
         if ranks % tensor == 0
     ]
     if not rows:
-        message = f"no tensor size in {list(spec.tensor)} divides a number of GPUs in {list(spec.gpus)}"
+        message = f"no tensor size in {list(spec.tensor)} divides any number of GPUs in {list(spec.gpus)}"
         raise ConfigError([Issue("--tensor", "does_not_divide", message, spec.tensor, "--nproc")])
     micro = source.profile.micro_batch
     of_gpus = spec.link is not None and find_link(spec.link).kind in GPU_LINKS
@@ -127,7 +127,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
 
 
 def predict_measured(scaling: Scaling) -> Prediction | None:
-    """Predict a benchmark's cells from its measurements; None if the profile or a link is missing."""
+    """Predict a benchmark's cells from its measurements. Returns None if its profile or a link is missing."""
     try:
         source = source_of(scaling, "scaling.json")
         return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
@@ -320,7 +320,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"slowdown of N ranks, from the ceiling ({counts}; more ranks: the last factor)")
     curves = {
-        # sorted, so that the longest of several times at one size is kept
+        # sorted, so that the dict keeps the longest of several times at one size
         each.world_size: AllReduceCurve(
             each.world_size, dict(sorted((float(point.bytes), point.seconds) for point in each.points))
         )
@@ -349,8 +349,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
 def source_of_rate(
     model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None
 ) -> PlanSource:
-    """Build a source from the sequences per second of one rank. The profile is estimated from the layers.
-    Raises ConfigError."""
+    """Estimate a source from a model's layers and one rank's sequences per second. Raises ConfigError."""
     gpus = hardware()["gpus"]
     if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
@@ -407,8 +406,8 @@ def load_named(option: str, name: str) -> Config:
 
 
 def find_model(name: str) -> tuple[ModelConfig, int, float]:
-    """Return the named model (bert-base, bert-large or a configuration's), its sequence length and its
-    mask rate. Raises ConfigError for any other name."""
+    """Return a model, its sequence length and mask rate. `name`: bert-base, bert-large or a configuration.
+    Raises ConfigError for any other name."""
     if name in MODELS:
         return MODELS[name], BERT_SEQUENCE_LENGTH, BERT_MASK_RATE
     config = load_named("--model", name)

@@ -82,7 +82,7 @@ def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
 
 
 def interpolate(x: float, points: Mapping[float, float]) -> float:
-    """Interpolate linearly in log-log space; beyond the ends, extrapolate from the nearest two points."""
+    """Interpolate `points` (x -> y) linearly in log-log space. Extrapolate from the nearest two points."""
     known = sorted(points)
     i = min(max(bisect.bisect_left(known, x), 1), len(known) - 1)
     low, high = known[i - 1], known[i]
@@ -98,7 +98,7 @@ class AllReduceCurve:
     points: Mapping[float, float]
 
     def seconds(self, size: float) -> float:
-        """Interpolate log-log. Time is constant below the smallest size, proportional above the largest."""
+        """Interpolate the time. It is constant below the smallest size, proportional above the largest."""
         least, greatest = min(self.points), max(self.points)
         if size <= least:
             return self.points[least]
@@ -124,7 +124,7 @@ class Fabric:
     speed: float = 1.0  # multiplies every bandwidth and divides the times of `curve`
 
     def nodes(self, ranks: int) -> int:
-        """Return the number of nodes filled by `ranks` ranks."""
+        """Return the number of nodes that `ranks` ranks occupy."""
         return math.ceil(ranks / self.gpus_per_node)
 
     def bus_gb_s(self, ranks: int) -> float:
@@ -168,7 +168,7 @@ class Fabric:
         return min(times)
 
     def protocols(self, ranks: int) -> list[tuple[ProtocolSpec, ProtocolSpec]]:
-        """Return each protocol supported at both levels, as a pair (within a node, between nodes)."""
+        """Return the specs of each protocol that both links support, as (within a node, between nodes)."""
         outer = self.inter if self.nodes(ranks) > 1 else self.intra
         inner = self.intra or outer
         assert inner is not None
@@ -234,8 +234,7 @@ def slowest(ranks: int, spread: float) -> float:
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return the profile with the times of the micro batch scaled to a total of `micro_s`. If `micro_batch`
-    is given, it becomes the size of the micro batch."""
+    """Return the profile with its micro batch scaled to `micro_s` seconds. `micro_batch`: its new size."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
@@ -252,7 +251,7 @@ def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
 def layer_gradients(
     model: ModelConfig, parameters: int, width: float, backward_s: float
 ) -> list[MeasuredGradient]:
-    """Estimate the gradients of an unprofiled model, with `width` bytes per element.
+    """Estimate the gradients of a model without a profile. `width`: bytes per element.
 
     The gradients of the blocks are ready at equal intervals in the backward pass. The embedding's gradient,
     which covers all remaining `parameters`, is ready last, because the decoder is tied to the embedding.
@@ -307,14 +306,14 @@ def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 Bucket = tuple[float, float]
-"""Bytes reduced together, and the seconds from the start of the backward pass until they are ready."""
+"""(bytes reduced together, seconds from the start of the backward pass until these bytes are ready)"""
 
 
 def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -> list[Bucket]:
     """Fuse gradients, in the order in which they are ready, into buckets of at least `size` bytes.
 
-    The first bucket has at least `first` bytes, if given. No tensor is split. A bucket is ready when its
-    last tensor is ready.
+    If `first` is given, it replaces `size` for the first bucket. The last bucket may be smaller. No tensor is
+    split. A bucket is ready when its last tensor is ready.
     """
     buckets: list[Bucket] = []
     total = last = 0.0
@@ -329,10 +328,10 @@ def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -
 def outlast(
     buckets: Sequence[Bucket], backward_s: float, duration: Callable[[float], float], gain: float
 ) -> float:
-    """Return the seconds by which the reductions outlast the backward pass.
+    """Return the exposed seconds of reductions that overlap with the backward pass.
 
-    Each reduction starts when its bucket is ready and the previous reduction is done. Overlap saves only the
-    share `gain` of the time that it could hide.
+    Each reduction starts when its bucket is ready and the previous reduction is done. Overlap hides only the
+    share `gain` of the time that it could hide. `duration`: bytes -> seconds of a reduction.
     """
     end = total = 0.0
     for size, ready in buckets:

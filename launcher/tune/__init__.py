@@ -31,7 +31,7 @@ def search_output(
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return a copy with new values, such as `batch={"micro_size": 8}`. The values are not validated."""
+    """Return a copy of `config` with new, unvalidated values, such as `batch={"micro_size": 8}`."""
     changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     return config.model_copy(update=changed)
 

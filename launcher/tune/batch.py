@@ -126,7 +126,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the configuration with a placeholder micro batch. Raise ConfigError if `overrides` set one."""
+    """Load the job with a placeholder micro batch. Raise ConfigError if `overrides` set its size."""
     batch = parse_overrides(overrides).get("batch")
     micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
     if micro != "auto":
@@ -201,7 +201,7 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
-        """Add a trial to `done`, marked `over` if its peak exceeds the limit, and refit the memory line."""
+        """Add a trial to `done`, with status `over` if its peak is above the limit. Refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
             reason = f"a rank's peak memory of {format_gib(peak)} exceeds the limit of {format_gib(limit)}"
@@ -534,7 +534,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # rules out some sizes
+        "log": {"noise_scale"},  # measuring it rules out some sizes
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)

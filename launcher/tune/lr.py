@@ -99,7 +99,7 @@ def trial_count(options: LrOptions) -> int:
 
 
 def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot]:
-    """Divide the devices among concurrent trials."""
+    """Divide the devices into slots, one for each concurrent trial."""
     cores, most = int(setup.machine.usable_cores), max(options.rates, FINALISTS * options.seeds)
     return trials.device_slots(ranks, gpus=setup.gpus, cores=cores, most=most)
 
@@ -126,7 +126,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return issues with the length of whole runs: `tokens`, else --tokens, else the configured budget."""
+    """Return the issues with a whole run's length. `tokens`: None = from --tokens or the configuration."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"
@@ -140,7 +140,7 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return the issues that prevent a search on this data. Its size resolves a budget in epochs."""
+    """Return the issues that prevent a search on this data, with a budget in epochs converted to tokens."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -337,8 +337,8 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run, with any batch ramp taken into account. Return None unless
-    the budget is in steps or tokens."""
+    """Return the tokens of the configured run; a batch ramp reduces them. Return None if the budget is
+    neither in steps nor in tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -376,7 +376,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return a configuration without checkpoints. It uses prepared shards, so seeds share a held-out set."""
+    """Return a configuration without checkpoints that reads `shards`. All seeds then share a held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},

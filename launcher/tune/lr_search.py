@@ -153,8 +153,8 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
 
 def first_ladder(test: RangeTest, count: int) -> list[float]:
-    """Return `count` rates, each half of the one before. The first is the edge / EDGE_RATIO, rounded down to
-    two significant digits. If the test found no edge, its highest rate replaces the edge."""
+    """Return `count` rates, each half of the one before. The first is the divergence edge / EDGE_RATIO,
+    rounded down to two digits. If the test found no edge, its highest rate replaces the edge."""
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
     digit = 10.0 ** (math.floor(math.log10(top)) - 1)
     rounded = float(f"{math.floor(top / digit * (1 + 1e-9)) * digit:.2g}")

@@ -86,7 +86,7 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     notes = [LIMITS[choice.limited_by]]
     if choice.not_settled:
         sizes = ", ".join(map(format_count, choice.not_settled))
-        notes.append(f"Sizes that may be a better choice: {sizes}. A larger --budget can settle it.")
+        notes.append(f"Sizes that may be a better choice: {sizes}. A larger --budget can settle the choice.")
     chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
     text = f"{chosen}: {format_si(choice.samples_per_s, 'sequences/s')}, {share}."
     return Verdict("warn" if choice.not_settled else "ok", text, notes)
