@@ -55,9 +55,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
         yield Issue("optim.name", "conflict", message, optim, "parallel.engine", hint)
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
-        message = (
-            f"fp16 loses small gradients without the loss scale of precision: fp16, got {config.precision}"
-        )
+        message = f"fp16 loses small gradients without a loss scale (precision: fp16), got {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
         yield Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint)
     if config.model.lstm_size:

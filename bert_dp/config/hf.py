@@ -91,7 +91,7 @@ class HfEncoder:
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return the settings that the directory supplies. Configuration files and overrides take precedence."""
+        """Return settings that the directory supplies. Configuration files and overrides take precedence."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -244,7 +244,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the exported run's tokenizer from export.json, or None. The copy may differ."""
+    """Return the hash of the run's tokenizer from export.json, or None. The exported tokenizer may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None
