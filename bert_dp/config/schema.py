@@ -177,7 +177,7 @@ class BuildConfig(Section):
     text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
     """Drop documents with at least this many tokens per character; 0 = keep all documents. null = 0.25 +
-    0.017 x + 0.0038 x^2, where x = log2(32768 / vocab_size); 32768 tokens give the cramming recipe's 0.25."""
+    0.017 x + 0.0038 x^2, x = log2(32768 / vocab_size); vocab_size 32768 gives the cramming recipe's 0.25."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = keep one of several documents with the same tokens; near = also drop near duplicates, which are
     found by MinHash LSH (extra `dedup`)."""
@@ -191,8 +191,8 @@ class BuildConfig(Section):
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out, so
-    blank_line keeps neighbouring lines in the same split."""
+    """End of a document in plain text: line = the end of each line; blank_line = a blank line. Whole documents
+    are held out, so blank_line keeps neighbouring lines in the same split."""
 
 
 class DataConfig(Section):
@@ -316,7 +316,7 @@ class FinetuneConfig(Section):
     head_size: Annotated[int, OnlyWith("finetune.head", "auto", "recipe")] = Field(1024, ge=1, le=2**17)
     """Width of the dense layer in the recipe head."""
     pooling: Literal["cls", "mean"] = "cls"
-    """Input of the head: the first token of an example, or the mean over its tokens."""
+    """Input of the head: cls = the first token of an example; mean = the mean over its tokens."""
 
     @property
     def num_outputs(self) -> int:
