@@ -191,8 +191,8 @@ class BuildConfig(Section):
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """End of a document in plain text: line = the end of each line; blank_line = a blank line. Whole documents
-    are held out, so blank_line keeps neighbouring lines in the same split."""
+    """End of a document in plain text: line = the end of each line; blank_line = a blank line. Documents
+    are held out whole, so blank_line keeps neighbouring lines in the same split."""
 
 
 class DataConfig(Section):
