@@ -35,7 +35,7 @@ Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
 ERROR, FAILED = "error: ", "failed: "  # prefixes of lines that report bad input or a failure
-# notebooks set FORCE_COLOR, which would draw progress bars as on a terminal
+# notebooks set FORCE_COLOR, with which a command would draw progress bars as on a terminal
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 
@@ -47,7 +47,7 @@ class Run(os.PathLike[str]):
     config: Config | None = dataclasses.field(repr=False)
     """Resolved settings from config.yaml, such as `run.config.optim.lr`; None if the file cannot be read."""
     summary: Summary | None = dataclasses.field(repr=False)
-    """Contents of summary.json; None while the run is in progress, and after the run was killed."""
+    """Contents of summary.json; None if the run is in progress or was killed."""
     checkpoint: Path | None
     """Path of the newest checkpoint, or None."""
     report: Path | None
@@ -62,7 +62,7 @@ class Run(os.PathLike[str]):
 
     @property
     def results(self) -> dict[str, Any]:
-        """Return the results of the last held-out evaluation: the loss, and the scores of a finetuned run."""
+        """Return the results of the last held-out evaluation: loss and, for a finetuned run, scores."""
         heldout = self.summary.heldout if self.summary is not None else None
         return {} if heldout is None else heldout.model_dump(mode="json", exclude_none=True)
 
@@ -110,7 +110,7 @@ def train(
     `settings` override the configuration, with dotted or nested names: `{"schedule.steps": 20}`. If `run_dir`
     contains a run, that run resumes; the default is runs/NAME-DATE-TIME. `allow_code` permits execution of
     the Python files in `task` and `optim.name`. `on_log` is called in this process with each new record of
-    metrics.jsonl; its first exception is printed, and the run continues. Output of the command is written to
+    metrics.jsonl; its first exception is printed, and the run continues. The command's output is written to
     sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a checkpoint;
     a second interrupt stops them immediately. If this process is killed, the run stops.
 
@@ -135,7 +135,7 @@ def finetune(
 ) -> Run:
     """Finetune a pretrained run on a classification or regression task. `options`: options of `bert-dp
     finetune`, such as `task` and `data`, or `train`, `dev` and `label`. See `train` for the other arguments.
-    `results["scores"]` has keys "split/metric". With `seeds`, the runs are in subdirectories."""
+    `results["scores"]` has keys such as "dev/f1". With `seeds`, the runs are in subdirectories."""
     directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
     arguments = _arguments("finetune", [run], settings, **options, run_dir=directory)
     return _train(arguments, directory, quiet, on_log)
@@ -293,7 +293,8 @@ def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | N
 
 
 def _run_verb(arguments: list[str], quiet: bool) -> str:
-    """Return the output of a non-training command. Raises ConfigError, RuntimeError, KeyboardInterrupt."""
+    """Run a command that does not train, and return its output. Raises ConfigError, RuntimeError and
+    KeyboardInterrupt."""
     ended = _follow(arguments, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
@@ -338,7 +339,7 @@ class _Outcome(NamedTuple):
 
 
 def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Outcome:
-    """Run a command, print its messages and return its output. Raises ConfigError for exit code 2."""
+    """Run a command, print its messages and return its outcome. Raises ConfigError for exit code 2."""
     printed: list[str] = []
     interrupted = False
     has_output = arguments[0] not in ("train", "finetune")
@@ -372,7 +373,7 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
                     interrupted = True
                     _signal(process, signal.SIGINT)
         finally:
-            if process.poll() is None:  # an error while printing
+            if process.poll() is None:  # printing raised an error
                 _signal(process, signal.SIGTERM)
                 process.wait()
             stream.close()

@@ -91,7 +91,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
-    """Estimate the peak memory of one of `world_size` ranks in GiB, by part, without torch.compile.
+    """Estimate the peak memory of one of `world_size` ranks, as {part: GiB}, without torch.compile.
 
     Weights, gradients and optimizer state are as in arXiv 1910.02054, divided by the number of shards.
     fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
@@ -135,7 +135,7 @@ HEAP_SHARE = 0.5  # (glibc heap fragmentation + scratch memory of kernels) / mem
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
-    """Estimate the peak memory of a rank in GiB, by part: GPU memory, or the resident set of a CPU rank.
+    """Estimate the peak memory of a rank, as {part: GiB}: GPU memory, or the resident set of a CPU rank.
 
     The CPU estimate includes the program, heap fragmentation, and rank 0's copy of the state for checkpoints.
     """
@@ -147,7 +147,7 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
     tokens = config.batch.micro_size * length
     layers = 1 if config.parallel.activation_checkpointing else model.num_layers
     more = 0.0
-    if model.norm == "rmsnorm":  # CPUs use several operations, which also save the normalized input
+    if model.norm == "rmsnorm":  # CPUs compute it in several operations and also save the normalized input
         more += 2 * layers * model.hidden_size * wide
     if precision == "bf16" and not model.attention_dropout:  # CPUs materialize the attention probabilities
         more += layers * model.num_heads * length * narrow / config.parallel.tensor
@@ -173,13 +173,13 @@ def _widths(precision: str) -> tuple[int, int]:
 
 
 def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
-    """Estimate the bytes that autograd saves for one micro batch."""
+    """Estimate the bytes that autograd saves for one micro batch, as {part: bytes}."""
     model, tensor = config.model, config.parallel.tensor
     h, i = model.hidden_size, model.intermediate_size
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
     attention_saved = (6 if model.position == "rope" else 4) * h  # QKV, rotated Q and K, output
     residual = 2 if model.residual_dtype == "bf16" else wide
-    # per token: two residual inputs of norms and the norms' outputs, which tensor parallelism does not shard
+    # per token: inputs (residual stream) and outputs of two norms, which tensor parallelism does not shard
     a_block = 2 * residual * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
     if model.attention_dropout:  # saved: scores, probabilities before and after dropout, dropout mask
@@ -194,12 +194,12 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
     return {"activations": tokens * saved, "logits": logits}
 
 
-ITERATIONS = 40  # limit of Newton's method; about ten suffice
+ITERATIONS = 40  # maximum iterations of Newton's method; about ten suffice
 
 
 @functools.cache
 def student(degrees: int, level: float = 0.95) -> float:
-    """Return the t of Student's distribution with P(|T| <= t) = level, for `degrees` degrees of freedom.
+    """Return t with P(|T| <= t) = level, where T follows Student's t with `degrees` degrees of freedom.
 
     With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
     Gauss-Legendre integral is concave in theta, so Newton's method converges monotonically from 0.

@@ -14,7 +14,7 @@ UNTUNED_BATCH = 32_768
 
 
 class BatchLayout(BaseModel):
-    """Factors of the global batch for one world size: global_size = micro_size x grad_accum_steps x dp."""
+    """Batch sizes for one world size, where global_size = micro_size x grad_accum_steps x dp."""
 
     model_config = ConfigDict(frozen=True)
     world_size: int
@@ -71,8 +71,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return the spent share of the budget, in [0, 1]. Convert a budget in epochs with with_budget first.
-    `spent`: elapsed seconds if the budget is in hours; spent share if it is in dollars or kWh."""
+    """Return the spent share of the budget, in [0, 1]. If the budget is in epochs, call with_budget first.
+    `spent`: elapsed seconds for a budget in hours; the spent share for a budget in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -97,7 +97,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the global batch, in sequences, of the step that starts at the spent budget share `progress`."""
+    """Return the global batch, in sequences, of a step. `progress`: share of the budget spent before it."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -111,9 +111,9 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Return the peak learning rate of a run and, as text, its equation. `lr: auto` selects the untuned
-    LAMB rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon: it keeps their
-    update noise per sample constant. `linear` is the rule for plain SGD (arXiv 1706.02677)."""
+    """Return the peak learning rate of a run, and its equation as text. `lr: auto` selects the untuned LAMB
+    rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon; with it, the noise of
+    updates per sample does not depend on the batch. `linear` is the rule for SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

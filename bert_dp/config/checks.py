@@ -55,7 +55,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
         yield Issue("optim.name", "conflict", message, optim, "parallel.engine", hint)
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
-        message = f"fp16 loses small gradients without a loss scale, but precision is {config.precision}"
+        message = f"fp16 loses small gradients without a loss scale (precision: fp16), got {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
         yield Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint)
     if config.model.lstm_size:
@@ -86,8 +86,8 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Return an issue for each setting whose ranks must share a node but are on several. `nodes`: node name
-    of each rank; messages omit everything after a slash. `sets`: result of rank_sets."""
+    """Return an issue for each setting in `sets`, a result of rank_sets, if ranks that must share a node are
+    on several nodes. `nodes`: node name of each rank; messages omit the part after a slash."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -145,7 +145,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
     except ConfigError as error:
         yield from error.issues
     for path, reason, hint in (
-        ("batch.ramp_fraction", "global batches of examples have a constant size", "use 0"),
+        ("batch.ramp_fraction", "with labelled examples, the global batch is constant", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
@@ -153,7 +153,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
 
 
 def noise_issues(config: Config, dp: int) -> Iterator[Issue]:
-    """Check that log.noise_scale can be measured on `dp` replicas."""
+    """Check that a run with log.noise_scale can measure the noise scale on `dp` replicas."""
     parallel, batch = config.parallel, config.batch
     if not config.log.noise_scale:
         return
@@ -228,7 +228,7 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find differences from `old`, the weights' training configuration, that make the weights unusable.
+    """Find settings that make weights unusable because they differ from `old`, the weights' configuration.
     Equal shapes do not suffice: with another number of heads, weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
@@ -277,7 +277,7 @@ _USE_ONNX = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the transformers architecture with the positions and norms of the model, or None."""
+    """Return the transformers architecture that has the model's kinds of positions and norms, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
@@ -301,7 +301,7 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
         message, hint = "transformers has no class for a BiLSTM", "use `bert-dp export onnx`"
         return [Issue("model.lstm_size", "unsupported", message, model.lstm_size, hint=hint)]
     if name is None:
-        message = f"{model.position}, but no transformers class has it with model.norm: {model.norm}"
+        message = f"{model.position}, but no transformers class combines it with model.norm: {model.norm}"
         return [Issue("model.position", "unsupported", message, model.position, "model.norm", _USE_ONNX)]
     if kind == "classifier" and finetune.head == "recipe":
         message = "recipe, but no transformers class has this head"
@@ -340,8 +340,8 @@ def export_formats(config: Config) -> str:
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Resolve the precision `setting`. With auto, return `kept`, the checkpoint's precision, if given, else
-    bf16 if all `engines` and devices (`has_bf16`) support it, else fp16 on GPUs and fp32 on CPUs."""
+    """Resolve the precision `setting`. auto becomes `kept`, the checkpoint's precision, if it is given; else
+    bf16 if all `engines` and devices (`has_bf16`) support it; else fp16 on GPUs and fp32 on CPUs."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -372,14 +372,14 @@ def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePlan:
-    """Steps (`first` to `last`, numbered as in metrics.jsonl) and ranks to record with torch.profiler."""
+    """Ranks and steps to record with torch.profiler. `first` and `last` are numbered as in metrics.jsonl."""
 
     first: int
     last: int
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's command-line options. Omit the ranks that a restart has removed."""
+        """Return the worker's options, without ranks that a restart has removed; [] if no rank is left."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
@@ -399,7 +399,7 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
     """Find steps and ranks in `plan` that the run does not have. `steps`: last step of the run; None =
-    unknown. `done`: last step that earlier starts completed."""
+    unknown. `done`: last step that earlier starts of the run completed."""
     issues = []
     if steps is not None and plan.last > steps:
         message, hint = f"step {plan.last} is after the last step ({steps})", f"use END <= {steps + 1}"

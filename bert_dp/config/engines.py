@@ -17,7 +17,7 @@ class EngineFacts:
     """Properties of an engine; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """State that is sharded over the replicas; if `stages` is true, only the first `zero_stage` items."""
+    """State that is sharded over the replicas; if `stages` is true, only the first `zero_stage` items are."""
     stages: bool = False
     """True if `parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
@@ -38,13 +38,13 @@ class EngineFacts:
     master_copy: bool = False
     """True if the owner of an optimizer shard keeps a second copy of its weights (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
-    """True if gradients stay whole between the micro batches of a step and are sharded at its end."""
+    """True if gradients stay whole between the micro batches of a step and are sharded when the step ends."""
     package: str | None = None
     """Package that the engine wraps; its extra in pyproject.toml has the same name."""
     benchmarked: bool = True
     """True if `scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """(end of a file path, function that does nothing but wait) -> description of the awaited collective."""
+    """(end of a file path, name of a function that only waits) -> the awaited collective."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -104,7 +104,7 @@ def benchmark_names() -> tuple[str, ...]:
 
 
 def computes_alone(engine: str, tensor: int) -> bool:
-    """Return True if a rank's time before the first reduction excludes waiting for other ranks."""
+    """Return True if a rank never waits for other ranks before the first reduction of a step."""
     return tensor == 1 and not engine_facts(engine).waits_in_forward
 
 
@@ -115,7 +115,7 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data that updating a shard needs besides the shard's own values; replicas = the whole replica."""
+    """Data that the update of a shard needs in addition to the shard; replicas = a whole replica."""
     matrix_moments: int = 2
     """Optimizer-state values per parameter of the matrices in blocks. All other parameters have 2."""
 

@@ -79,8 +79,8 @@ class ConfigError(ValueError):
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import and return an optional module. Raises ConfigError, with a command that installs `extra`, if its
-    package is missing. `what`: the setting, file or command that needs it, optionally with `: use`."""
+    """Import and return an optional module. Raises ConfigError, with a command that installs `extra`, if the
+    module is missing. `what`: `SETTING` or `SETTING: USE`, where SETTING may also be a file or command."""
     try:
         return importlib.import_module(module)
     except ImportError:

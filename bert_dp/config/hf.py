@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 2**22
 DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
 WEIGHTS, EXPORTED = "model.safetensors", "export.json"
 TOKENIZER = "tokenizer.json"
-"""File name of the tokenizer in a run directory and, as a copy, in its checkpoints and exports."""
+"""File name of the tokenizer in a run directory. The run's checkpoints and exports contain a copy."""
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -91,7 +91,7 @@ class HfEncoder:
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return the settings that the directory supplies. All other configuration levels override them."""
+        """Return settings that the directory supplies. Configuration files and overrides take precedence."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -117,8 +117,8 @@ def read_hf(directory: Path) -> HfEncoder:
             raise ValueError("is not a JSON object")
     family = settings.get("model_type")
     if family not in FAMILIES:
-        reason = "its embedding norm cannot be recovered" if family == "eurobert" else "not supported"
-        message = f"{directory}: model_type is {family!r:.80}: {reason}; supported are {', '.join(FAMILIES)}"
+        reason = "whose embedding norm is unrecoverable" if family == "eurobert" else "which is not supported"
+        message = f"{directory}: model_type is {family!r:.80}, {reason}; supported are {', '.join(FAMILIES)}"
         hint = "start from the run itself: run.init_from=RUN" if family == "eurobert" else None
         raise ConfigError([Issue("run.init_from", "unsupported", message, family, hint=hint)])
     try:
@@ -236,15 +236,15 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
         return []
     if own.is_file():
         message = f"the data use a different tokenizer than {directory}"
-        hint = f"build the shards with `data build --tokenizer {own}`; without shards, omit data.tokenizer"
+        hint = f"build the shards with `data build --tokenizer {own}`; with data.sources, omit data.tokenizer"
     else:
         message = f"{directory} has no {TOKENIZER}, and a new tokenizer would have different token ids"
-        hint = "save the tokenizer to that directory, or set data.tokenizer to its path"
+        hint = "save the model's tokenizer to that directory, or set data.tokenizer to its path"
     return [Issue("data.tokenizer", "conflict", message, sha, "run.init_from", hint)]
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's own tokenizer from export.json, or None. The exported file may differ."""
+    """Return the hash of the run's tokenizer from export.json, or None. The exported tokenizer may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

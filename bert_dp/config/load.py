@@ -1,8 +1,8 @@
 """Read a Config from YAML files and overrides (`a.b=value`), and report every problem at once.
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
-override `optim.lr=2e-3`, the run uses 2e-3. The budgets of `schedule` exclude each other, and so do
-`data.path` and `data.sources`. One replaces the others at lower levels; two at the same level are an error.
+override `optim.lr=2e-3`, the run uses 2e-3. `schedule` takes one budget, and `data` takes `path` or
+`sources`. A choice replaces that of lower levels; two choices at the same level are an error.
 """
 
 import difflib
@@ -90,7 +90,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read the settings of a file and of its bases, lowest precedence first. Raises ConfigError."""
+    """Read the settings of a file and of its `base` files, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
         message, hint = "base: leads back to this file", "remove base from one of the files"
         raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
@@ -250,7 +250,7 @@ class ConfigLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for number, key in enumerate(keys):
             if not isinstance(key, str | int):
-                raise ValueError(f"key {key!r} is not a word or a whole number")
+                raise ValueError(f"key {key!r} is neither text nor a whole number")
             if key in keys[:number]:
                 raise ValueError(f"duplicate key {key!r}")
         return super().construct_mapping(node, deep)
@@ -319,7 +319,7 @@ def setting_paths() -> list[str]:
 
 
 def _suggested(path: str, value: object) -> list[str]:
-    """Return settings that resemble the unknown setting `path`, or the keys of the unknown section `path`."""
+    """Return settings similar to the unknown setting `path` or, if `value` is a section, to its keys."""
     if isinstance(value, dict):
         inner = (_suggested(f"{path}.{key}", below) for key, below in value.items())
         return list(dict.fromkeys(itertools.chain.from_iterable(inner)))

@@ -162,7 +162,7 @@ class Manifest(HashedFile):
         """Find settings that conflict with the shards."""
         directory, issues = config.data.path or "the built shards", []
         if self.sequence_length != (given := config.data.sequence_length):
-            message = f"{given}, but {directory} has sequences of {self.sequence_length}"
+            message = f"{given}, but {directory} has sequences of {self.sequence_length} tokens"
             hint = f"set data.sequence_length={self.sequence_length} or rebuild the shards"
             issues.append(Issue("data.sequence_length", "conflict", message, given, "data.path", hint))
         if self.vocab_size > (given := config.model.vocab_size):
@@ -292,10 +292,10 @@ class ExampleSplit(StoredModel):
     in_train: Count | None
     """Number of examples whose texts also occur in train, ignoring case and white space; null for train."""
     baseline: dict[Metric, float | None] | None
-    """Metrics of always predicting train's most frequent label or mean score. null for train itself and for
-    splits without labels; a metric is null if it is undefined for a constant."""
+    """Metrics of a model that always predicts train's most frequent label or mean score. null for train
+    and for splits without labels; a metric is null if it is undefined for constant predictions."""
     left_out: Count
-    """Number of invalid rows in the file, which were skipped."""
+    """Number of rows that were skipped because they are invalid."""
     letters: Count
     lost_letters: Count
     """Number of letters that the normalizer drops or that are part of an unknown token."""

@@ -52,7 +52,7 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
-    """Find code files that differ from `saved`, the hashes in a checkpoint."""
+    """Find code files whose hashes differ from `saved`, the hashes in a checkpoint."""
     return [
         Issue(
             setting,
@@ -66,7 +66,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """Execute the file of `FILE.py:function` and return the function. The caller checks --allow-code."""
+    """Execute the file of `FILE.py:function` and return the function. The caller must check --allow-code."""
     file, function = split_code(text)
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

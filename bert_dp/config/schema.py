@@ -49,8 +49,8 @@ BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # budgets of a schedule, of w
 
 
 class OnlyWith:
-    """Mark of a setting that depends on another one: it has an effect only if `setting` has one of `values`.
-    Without `values`, `setting` must not be null, 0 or false."""
+    """Mark of a setting that has an effect only if another one, `setting`, has one of `values`. Without
+    `values`, the other setting must not be null, 0 or false."""
 
     def __init__(self, setting: str, *values: object):
         self.setting, self.values = setting, values
@@ -88,7 +88,7 @@ def duration(unit_s: float) -> BeforeValidator:
 
 
 def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
-    """Return a validator that accepts `other`, the current keys of `table` and, with `code`, custom code."""
+    """Return a validator of names: `other`, the current keys of `table` and, with `code`, custom code."""
 
     def check(text: str) -> str:
         if text in (*other, *table) or (code and CODE.fullmatch(text)):
@@ -177,7 +177,7 @@ class BuildConfig(Section):
     text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
     """Drop documents with at least this many tokens per character; 0 = keep all documents. null = 0.25 +
-    0.017 x + 0.0038 x^2, where x = log2(32768 / vocab_size): the recipe's 0.25 for a vocabulary of 32,768."""
+    0.017 x + 0.0038 x^2, x = log2(32768 / vocab_size); vocab_size 32768 gives the cramming recipe's 0.25."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = keep one of several documents with the same tokens; near = also drop near duplicates, which are
     found by MinHash LSH (extra `dedup`)."""
@@ -186,13 +186,13 @@ class BuildConfig(Section):
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of documents reserved for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of source files. auto = by file suffix; no suffix = text; an unknown suffix is an error."""
+    """Format of source files. auto = by suffix; no suffix means text, and an unknown suffix is an error."""
     text_field: str = Field("text", min_length=1, max_length=256)
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """End of a document in plain text: the end of a line, or a blank line. Whole documents are held out, so
-    blank_line keeps neighbouring lines in the same split."""
+    """End of a document in plain text: line = the end of each line; blank_line = a blank line. Documents
+    are held out whole, so blank_line keeps neighbouring lines in the same split."""
 
 
 class DataConfig(Section):
@@ -255,7 +255,7 @@ class ModelConfig(Section):
     decoder_bias: bool = False
     """Add a bias for each vocabulary entry to the tied decoder."""
     bias: bool = False
-    """Add biases to the linear layers, except for keys: the gradient of a key bias is exactly zero."""
+    """Add biases to all linear layers except the key projections, whose bias has a gradient of zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Dropout probability of the embedding, the attention output and the MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
@@ -265,7 +265,7 @@ class ModelConfig(Section):
     other model settings, only vocab_size, hidden_size and dropout have an effect on a BiLSTM."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Data type of the residual stream; full = the parameters' precision. bf16 halves the memory traffic of
-    norms and additions, rounds every sum, and needs `precision: bf16` (or auto, resolved to bf16)."""
+    norms and additions, rounds every sum, and needs `precision: bf16`, or auto if it becomes bf16."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -316,7 +316,7 @@ class FinetuneConfig(Section):
     head_size: Annotated[int, OnlyWith("finetune.head", "auto", "recipe")] = Field(1024, ge=1, le=2**17)
     """Width of the dense layer in the recipe head."""
     pooling: Literal["cls", "mean"] = "cls"
-    """Input of the head: the first token of an example, or the mean over its tokens."""
+    """Input of the head: cls = the first token of an example; mean = the mean over its tokens."""
 
     @property
     def num_outputs(self) -> int:
@@ -339,15 +339,15 @@ class DistillConfig(Section):
     """Weight of the loss against the labels. For augmented copies, the teacher's prediction is the label."""
     embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
     """Source of a BiLSTM's initial embedding: a run, or a text file with a token and its vector on each line;
-    null = random. `--embeddings` sets it."""
+    null = random. `bert-dp distill --embeddings` sets it."""
 
 
 class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas, independent of the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward pass. With auto, `bert-dp train` first finds the number,
-    as `bert-dp tune batch` does, and saves it in the run's configuration."""
+    """Sequences per replica in one forward/backward pass. With auto, `bert-dp train` first chooses a size
+    with short runs, as `bert-dp tune batch` does, and saves the size in the run's configuration."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Length of the linear batch ramp as a share of the budget; 0 = no ramp. At share f of the budget, the
     batch is ramp_quantum x (1 + floor(f x global_size / (ramp_fraction x ramp_quantum))), up to global_size.
@@ -381,10 +381,10 @@ class ScheduleConfig(Section):
     """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
     tokens or, for finetuning, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in dollars at run.price_per_device_hour, over all starts of the run. A start lasts from the
-    start of the launcher to its exit."""
+    """Budget in dollars at run.price_per_device_hour, over all starts of the run. Each start is charged
+    from the start of the launcher to its exit."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in kWh over all starts of the run, measured or computed from run.watts_per_device."""
+    """Budget in kWh over all starts of the run. Energy is measured, or computed from run.watts_per_device."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", "linear", "cosine", "wsd")] = Field(
         0.06, ge=0, lt=1
     )
@@ -457,8 +457,7 @@ class OptimConfig(Section):
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
     """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
-    reductions. `scale` uses it to measure the ceiling, the throughput without communication; `train` refuses
-    it."""
+    reductions. `scale` uses it as the baseline without communication; `train` refuses it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
@@ -478,16 +477,16 @@ class ParallelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = not by steps. A run also saves when it ends or is stopped."""
+    """Optimizer steps between checkpoints; 0 = off. A run also saves when it ends or is stopped."""
     every_minutes: Annotated[float, duration(60), OnlyWith("checkpoint.keep")] = Field(
         10.0, ge=0, le=MAX_SECONDS / 60
     )
-    """Minutes between checkpoints; 0 = not by time. The interval increases if saving would stall training for
-    over 1 % of the time."""
+    """Minutes between checkpoints; 0 = off. The interval increases if saving would stall training for over
+    1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Number of newest checkpoints to keep; 0 = write no checkpoints, so that the run cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
-    """Action if a checkpoint cannot be saved: continue training until the next checkpoint, or end the run
+    """Action if a checkpoint cannot be saved. continue = train until the next checkpoint; stop = end the run
     with status failed. A run that cannot save its first or last state always fails."""
 
 
@@ -504,16 +503,16 @@ class LogConfig(Section):
     step_times: bool = False
     """Also write the step times of every rank to steps/rank-N.jsonl."""
     noise_scale: bool = False
-    """Write to noise.jsonl the squared gradient norms of each step at two batch sizes, before clipping. Write
-    to summary.json the gradient noise scale of the last 200 steps, in sequences. Engines: single, ddp and
-    zero1, without tensor parallelism. A single replica needs at least two micro batches per step."""
+    """Write each step's squared gradient norms at two batch sizes, before clipping, to noise.jsonl. Write the
+    gradient noise scale of the last 200 steps, in sequences, to summary.json. Engines: single, ddp and zero1,
+    without tensor parallelism. A single replica needs at least two micro batches per step."""
     to: Annotated[tuple[Logger, ...], OneOrMore] = ()
     """Services that also receive the run's records. Each needs the extra of the same name. Records stay on
     this machine unless environment variables configure a server."""
 
 
 class PlannedFigure(Section):
-    """Figure predicted by `bert-dp plan`, with its 95 % interval and its origin; null = unknown."""
+    """Figure predicted by `bert-dp plan`, with its 95 % interval and its origin. `value`: null = unknown."""
 
     value: float | None
     ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
@@ -631,7 +630,7 @@ def all_settings(
 
 
 def num_masked(rate: float, sequence_length: int) -> int:
-    """Return the number of predicted positions per sequence: round(rate x S), with halves rounded up."""
+    """Return the number of predicted positions: round(rate x sequence_length), with halves rounded up."""
     return int(rate * sequence_length + 0.5)
 
 

@@ -188,7 +188,7 @@ def test_an_impossible_export_is_refused(runs: Path, tmp_path: Path) -> None:
     write_files(tmp_path, {"full/a": ""})
     position = "model.position: scaled_sinusoidal"
     for form, name, options, message in (
-        ("hf", "crammed", (), f"{position}, but no transformers class has it with model.norm: layernorm"),
+        ("hf", "crammed", (), f"{position}, but no transformers class combines it with model.norm"),
         ("hf", "recipe-labels", ("--encoder",), position),
         ("hf", "nowhere", (), "does not exist"),
         ("aoti", "rope", ("--int8",), "--int8"),
