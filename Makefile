@@ -10,13 +10,13 @@ env: $(VENV)/.installed
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-# what `train` needs; `env` adds what the other targets need
+# install what `train` needs; `env` adds what the other targets need
 $(VENV)/.core: pyproject.toml .constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c .constraints.txt -e .
 	touch $@
 
-# LOCKED=1 installs what CI installs, every archive checked by its hash (CPython 3.11, x86-64 Linux, torch for CPUs)
+# LOCKED=1 installs the archives that CI installs and checks their hashes (CPython 3.11, x86-64 Linux, torch for CPUs)
 $(VENV)/.installed: pyproject.toml .constraints.txt .ci/all.lock .ci/build.lock
 	$(PYTHON) -m venv $(VENV)
 ifdef LOCKED
@@ -25,7 +25,7 @@ ifdef LOCKED
 	$(PIP) --no-deps --no-build-isolation -e .
 else
 	$(PIP) -c .constraints.txt -e '.[dev]'
-	# timm asks for torchvision, whose wheel does not fit a CPU torch; the tests need one file of it
+	# timm requires torchvision, whose wheel does not work with a CPU build of torch. The tests need one file of timm
 	$(PIP) --no-deps timm==1.0.31
 endif
 	touch $(VENV)/.core $@
@@ -33,8 +33,8 @@ endif
 train: $(VENV)/.core
 	$(BIN)/bert-dp train
 
-# what a contributor runs: the quick tests, one parity cell an engine, one kill, one resume; two files at a
-# time, as processes that start keep one core busy at most
+# the quick tests, including one parity test per engine, one killed run and one resumed run. Two test files run at a
+# time, because starting processes keeps at most one core busy
 test: env
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
@@ -42,7 +42,7 @@ test: env
 test-long: env
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
-# the services that records go to, their real packages, offline; an environment of their own
+# test the logging services with their real packages, offline, in a separate environment
 test-loggers: $(LOGGERS)/.installed
 	$(LOGGERS)/bin/python -m pytest -m loggers tests/loggers
 
@@ -58,47 +58,50 @@ else
 endif
 	touch $@
 
-# one transcript a verb, recorded anew: review the diff
+# record the transcripts of all verbs again; review the diff
 transcripts: env
 	$(BIN)/python -m tests.transcripts --record
 
-# the hashed lists of what CI installs, from .constraints.txt
+# write the lists of packages and hashes that CI installs, from .constraints.txt
 lock: env
 	$(BIN)/python .ci/lock.py
 
-# every cell of the parity matrix; goes on where it was stopped (.parity/results.jsonl)
+# run every cell of the parity matrix; after an interruption, resume from .parity/results.jsonl
 parity: env
 	$(BIN)/python -m tests.parity.matrix
 
-# the fault table with its full counts (hours); goes on where it was stopped (.faults/results.jsonl)
+# run all rounds of the table of faults, which takes hours; after an interruption, resume from .faults/results.jsonl
 faults: env
 	$(BIN)/python -m tests.faults
 
-# several nodes in namespaces of this machine, with the full counts (about an hour; needs root, iproute2, bindfs)
+# run all rounds of the tests on several nodes, simulated by namespaces of this machine (about an hour; needs root,
+# iproute2 and bindfs)
 nodes: env
 	BERT_DP_NODES=10 $(BIN)/python -m pytest --timeout 3600 tests/nodes
 
-# every configuration at full size in every format, loaded by transformers 5 and 4.57; goes on where it was
-# stopped (.export/results.jsonl)
+# export every configuration at full size in every format and load it with transformers 5 and 4.57; after an
+# interruption, resume from .export/results.jsonl
 export: env $(TRANSFORMERS4)/.installed
 	nice $(BIN)/python -m tests.export_all --transformers4 $(TRANSFORMERS4)/bin/python
 
-# what loads a directory of `export hf` without our code, with the last transformers before 5
+# environment that loads a directory of `export hf` without bert-dp, with the last transformers before version 5
 $(TRANSFORMERS4)/.installed: .constraints.txt
 	$(PYTHON) -m venv $(TRANSFORMERS4)
 	$(TRANSFORMERS4)/bin/python -m pip install --quiet --disable-pip-version-check \
 		$$(grep -E '^(torch|numpy|safetensors)==' .constraints.txt) 'transformers>=4.57,<5'
 	touch $@
 
-# check that this machine's GPUs train correctly and measure them; goes on where it was stopped (.gpu/results.jsonl)
+# check that this machine's GPUs train correctly, and measure their speed; after an interruption, resume from
+# .gpu/results.jsonl
 gpu: env
 	$(BIN)/python -m tests.gpu
 
-# the folder .gpukit for a GPU machine without network, see tests/gpu/offline.sh: make gpu-kit DATA="FILE or DIR..."
+# make the folder .gpukit for a GPU machine without network (tests/gpu/offline.sh): make gpu-kit DATA="FILE or DIR..."
 gpu-kit: env
 	bash tests/gpu/make_kit.sh $(DATA)
 
-# what the tests notice: small changes of the pure modules by tool, slips in the others by hand (hours)
+# show which seeded bugs the tests detect, which takes hours: `mutants` makes small changes to the pure modules with
+# mutmut; `slips` applies hand-written bugs to the other modules
 mutants: env
 	$(PIP) -c .constraints.txt -e '.[mutants]'
 	nice $(BIN)/python -m tests.mutants --json .mutants.json
