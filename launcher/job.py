@@ -102,7 +102,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Name options instead of settings in ConfigErrors from the block. `options`: setting -> option."""
+    """Replace settings with their options in ConfigErrors from the block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:

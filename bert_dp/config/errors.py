@@ -41,7 +41,7 @@ class Issue:
     """One problem that the user can fix."""
 
     setting: str
-    """Dotted name of a setting, an option, or a file; empty if none applies."""
+    """Setting (dotted name), option or file; empty if none applies."""
     kind: IssueKind
     message: str
     value: Any = None

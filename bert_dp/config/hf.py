@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 2**22
 DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
 WEIGHTS, EXPORTED = "model.safetensors", "export.json"
 TOKENIZER = "tokenizer.json"
-"""File name of the tokenizer in a run directory. The run's checkpoints and exports contain a copy."""
+"""File name of the tokenizer in a run directory. Checkpoints contain a copy. An export's file may differ."""
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",

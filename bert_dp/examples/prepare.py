@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Join the next encoded `pieces` to the ids of a text, with the ids of its marks between them."""
+        """Build the ids of `text` from its next encoded `pieces` and the ids of the marks between them."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]

@@ -135,8 +135,8 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 
 
 def reload(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """Load, save and reload the model; an AOTInductor model is only reloaded. Return the reloaded model as a
-    function, and the fields of ExportCheck that describe the first load."""
+    """Load, save and reload the model; an AOTInductor model is only loaded. Return it as a function, and the
+    fields of ExportCheck that describe the first load ({} unless `form` is hf)."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)

@@ -98,7 +98,7 @@ def safe(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Make text safe for a terminal, and mask secrets from this process's environment."""
+    """Make text safe for a terminal, and mask the values of secret environment variables."""
     return safe(hide(text, secret_values(os.environ)))
 
 

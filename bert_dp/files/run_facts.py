@@ -114,7 +114,7 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """SHA-256 of the run's tokenizer.json. The exported file may add other special tokens to texts."""
+    """SHA-256 of the run's tokenizer.json. The exported file differs if it adds other special tokens."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count

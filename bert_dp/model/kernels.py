@@ -108,8 +108,8 @@ def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: 
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add the gradients with the backward kernel of nn.Embedding. It sums the positions of a row in parallel,
-    in fp32 for 16-bit gradients. Positions in `foreign_BS` get the id of an extra row, which is skipped."""
+    """Add the gradients to `grad_VH` with nn.Embedding's backward kernel, which sums those of a token id in
+    parallel, in fp32 if they have 16 bits. Positions in `foreign_BS` get an extra id, which is skipped."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)

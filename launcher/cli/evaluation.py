@@ -130,7 +130,7 @@ def export_check(
         Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Exported run; default: found in ., runs/ or next to DIR.")
+        Path | None, Option(metavar="RUN", help="Source run; default: searched in ., runs/ and next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

@@ -250,7 +250,7 @@ def _remark(task: GlueTask, score: GlueScore) -> str:
 def _verdicts(glue: Glue) -> list[page.Verdict]:
     verdicts = []
     if glue.average is not None:
-        text = f"GLUE average {format_points(glue.average)} on the dev sets: mean of nine medians over seeds."
+        text = f"GLUE average {format_points(glue.average)} on dev: mean of nine scores, medians over seeds."
         verdicts.append(page.Verdict("ok", text, [f"Tasks: {', '.join(AVERAGED)}; MNLI counts twice."]))
     elif glue.not_averaged:
         text = f"No GLUE average: official, complete scores are missing for {', '.join(glue.not_averaged)}."

@@ -119,7 +119,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
             f"ranks wait for the slowest; their speeds vary by {format_percent(source.spread)} (one sigma)",
-            f"overlap hides {format_percent(constant('overlap_gain'))} of the communication it could hide",
+            f"overlap hides {format_percent(constant('overlap_gain'))} of what ideal overlap hides",
         ],
         rows=rows,
         measured=[line for cell in source.cells if (line := _compared(source, spec, cell))],

@@ -141,7 +141,7 @@ class Fabric:
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
-        """Return the seconds of a collective of `size` bytes per rank, by the fastest protocol and algorithm.
+        """Return the seconds of the fastest protocol and algorithm for a collective of `size` bytes per rank.
 
         "rooted" is a reduce to one rank or a broadcast from one rank, along a chain that sends each byte once
         over each hop.

@@ -244,7 +244,7 @@ class Ratio(Quantity):
     interval: str = ""
 
     def of(self, part: object) -> object:
-        """Return the value for `part`, or a cell stating that the ratio is not measurable."""
+        """Return the value for `part`, or a table cell that says that the ratio is not measurable."""
         value = super().of(part)
         if value is None or is_measurable(at(part, self.interval)):
             return value

@@ -534,7 +534,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
 
 
 def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
-    """Return a section of the settings that differ, and one that ranks the runs of each comparable group."""
+    """Return a section of the settings that differ, and one that ranks each group of comparable runs."""
     groups = _comparable(runs)
     settings, rows = [flat(run.config) for run in runs], []
     for key in sorted({key for setting in settings for key in setting}):

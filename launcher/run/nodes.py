@@ -118,7 +118,7 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
         hint = f"pass a number with {option}; ranges are not supported"
-        raise refusal(option, "wrong_type", f"{text} is not a whole number", hint, text)
+        raise refusal(option, "wrong_type", f"{text} is not a whole number up to {MAX_RANKS}", hint, text)
     return int(text)
 
 

@@ -540,7 +540,7 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
         challenge = link.next()
         name, nonce = str(challenge["file"]), str(challenge["nonce"])
         if not SECRET.fullmatch(name):
-            raise ValueError("not a challenge from node 0")
+            raise ValueError("its first message is not one that node 0 sends")
     except (OSError, ValueError, KeyError) as error:
         message = f"the process at {endpoint} is not node 0 of this run ({error})"
         hint = "check the output of node 0, or choose another port on every node"

@@ -296,7 +296,7 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
 
 
 def complete_summary(run_dir: Path, **facts: object) -> None:
-    """Add facts that only the launcher knows to summary.json, if the file exists."""
+    """Add to summary.json, if it exists, the facts that only the launcher knows."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
         with contextlib.suppress(OSError):  # the disk is full; the console has reported this

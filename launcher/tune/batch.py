@@ -113,7 +113,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s; the first trial will show how many the budget allows")
+    log(f"no trial starts after {spec.latest_s:.0f} s of trials; the first shows how many the budget allows")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU do not use torch.compile; pass compile=on to use it")
 
