@@ -8,7 +8,7 @@ from tests.transcripts import VERBS, Stage, recorded
 
 
 def main() -> None:
-    """Play and write."""
+    """Record the verbs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", nargs="*", metavar="VERB", required=True)
     verbs = parser.parse_args().record or list(VERBS)
