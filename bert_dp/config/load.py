@@ -81,7 +81,7 @@ _KINDS: Mapping[str, IssueKind] = {
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration from defaults, a YAML file and overrides (`a.b=value`, with the value in
     YAML). If run.init_from is hf:DIR, DIR supplies the model settings and the tokenizer, unless they are set.
-    Raises ConfigError with every problem."""
+    Raises ConfigError with every problem, each with the full path of its setting and any suggestion."""
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None

@@ -457,7 +457,7 @@ class OptimConfig(Section):
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
     """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
-    reductions. `scale` uses it as the baseline without communication; `train` refuses it."""
+    reductions. `scale` measures the ceiling with it; `train` refuses it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)

@@ -247,7 +247,8 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
-    """Return a sample of the documents, up to SAMPLE_BYTES characters in all, and the number of documents."""
+    """Sample documents by the CRC-32 of their text, up to SAMPLE_BYTES characters in all. Return the sample
+    and the number of all documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1

@@ -2,7 +2,7 @@
 
 `python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K (from 0) of N; the
 launcher starts a process per share. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V
-tokens of the vocabulary.
+tokens of the vocabulary (in sums_PV, only the ordinary ones).
 """
 
 import os

@@ -41,8 +41,8 @@ MAX_BATCH = 2**16
 
 
 class ExportModule(nn.Module):
-    """Module that computes the OUTPUTS of a kind from int64 inputs [B, S]: token logits [B, S, V], label
-    logits [B, L] or hidden states [B, S, H]."""
+    """Module that computes the OUTPUTS of a kind from int64 inputs [B, S]: mlm = token logits [B, S, V] and
+    hidden states [B, S, H]; classifier = label logits [B, L]; encoder = hidden states [B, S, H]."""
 
     def __init__(self, model: RunModel, kind: Kind):
         super().__init__()

@@ -104,7 +104,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Mean rate since the newest entry began."""
+    """Both rates are means since the newest entry began."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 

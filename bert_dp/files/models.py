@@ -18,7 +18,7 @@ FailureKind = Literal[
     "device_memory",  # the device has too little memory
     "host_memory",  # the machine has too little memory
     "disk",  # the disk is full or broken
-    "not_finite",  # the gradients are not finite
+    "not_finite",  # gradients, weights or outputs are not finite
     "peer_gone",  # another rank failed first
     "hang",  # a rank makes no progress
     "killed",  # a signal killed the rank
@@ -285,7 +285,7 @@ class Summary(StoredFile):
     failed_saves: int | None = None
     """Number of checkpoints that this start could not write."""
     failed_writes: int | None = None
-    """Number of lines of logs and records, over all ranks, that are missing because a write failed."""
+    """Number of failed writes of logs, records, checkpoints and profiles, over all ranks."""
     noise_scale: NoiseScale | None = None
     """null unless log.noise_scale is true."""
     profiled_steps: list[int] | None = None

@@ -1,8 +1,9 @@
 """Create Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices, with AdamW for the rest.
 
 A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). This is as large
-as an AdamW update, so that one learning rate suits both (arXiv 2502.16982). A parameter of several fused
-matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM issue 1428).
+as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, section 2.2). A parameter of
+several fused matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM
+issue 1428).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -108,7 +108,7 @@ class Task(Protocol):
         """Return the model FLOPs per input token, forward and backward (see cost.py); None = unknown."""
 
     def open_data(self) -> DatasetInfo:
-        """Open or build the data. Called before the rendezvous. Raise ConfigError on failure."""
+        """Open or build the data. Called once, before the rendezvous. Raise ConfigError on failure."""
 
     def build_model(self, seed: int) -> Model:
         """Build the whole model on the CPU, with the same weights on every rank."""
@@ -121,7 +121,8 @@ class Task(Protocol):
         """Return the SUM of the loss over a micro batch's targets, as a scalar on the device of `batch`."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Return the number of targets in `count` samples from `first_sample` on, the same on all ranks."""
+        """Return the number of targets in `count` samples from `first_sample` on, the same on all ranks,
+        without building the samples."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None

@@ -103,7 +103,7 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Number of devices, price and mean power of one device, PUE, and CO2 per kWh. None if unknown."""
+    """Number of devices, price and power of one device, PUE, and CO2 per kWh. None if unknown."""
 
     gpus: int
     price: float | None = None  # dollars per hour

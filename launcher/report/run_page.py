@@ -461,7 +461,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     if summary.failed_saves:
         rows.append(value("failed saves", summary.failed_saves, "count", f"see the log{since}"))
     if summary.failed_writes:
-        note = "lines missing from logs and records"
+        note = "of logs, records, checkpoints and profiles"
         rows.append(value("failed writes", summary.failed_writes, "count", note))
     return rows
 

@@ -266,7 +266,8 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with those of the single-rank run. Returns {} if not comparable."""
+    """Compare the first repeat's losses with those of the single-rank run. Returns {} in weak mode, or if the
+    two runs did not log the same steps."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))

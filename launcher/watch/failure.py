@@ -150,6 +150,7 @@ def _unrecorded_exit(
             return int(rank), -int(number)
     if not silent:
         return None
+    # deepspeed's report, which does not name the rank
     reported = re.search(r"exits with return code = -(\d+)", starter_output)
     return silent[0].rank, -int(reported[1]) if reported else None
 
