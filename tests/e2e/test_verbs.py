@@ -73,7 +73,10 @@ def test_a_benchmark_or_a_search_is_reported(
     assert line.startswith(f"next: {following.replace('PATH', str(folder / name))}")
     assert figure in (folder / "report.html").read_text()
     (tmp_path / "config.yaml").write_text("{}")
-    for extra, text in (([str(tmp_path)], "RUN_DIRS: runs can be compared only with runs"), (["--out", "/proc/nothing/x"], "--out: ")):
+    for extra, text in (
+        ([str(tmp_path)], "RUN_DIRS: runs can be compared"),
+        (["--out", "/proc/nothing/x"], "--out: "),
+    ):
         assert text in refused("report", str(folder), *extra)
     (folder / name).write_text("{" if name == "scaling.json" else "{}")
     assert f"{name}: " in refused("report", str(folder))
