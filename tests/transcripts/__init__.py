@@ -77,7 +77,7 @@ def masked(text: str) -> str:
     text = re.sub(r"\d{4}-?\d\d-?\d\d[-T ][\d:+]{6,}", "DATE", text)
     text = re.sub(r"\d+\.\d+\.\d+[\w.+]*", "VERSION", text)
     text = re.sub(r"<?\d[\d,]*(\.\d+)?[eE][-+]\d+|<?\d[\d,]*\.\d+", "#", text)
-    text = re.sub(rf"<?\d[\d,]*(?= (?:{UNITS}|global steps/s))", "#", text)
+    text = re.sub(rf"<?\d[\d,]*(?= (?:{UNITS}|(?:global )?steps/s))", "#", text)
     text = re.sub(r"(# (ms|s|min|h)\b ?)+", lambda times: f"# s{' ' * times[0].endswith(' ')}", text)
     text = re.sub(r"# [kM](?= tokens|$)", "#", text, flags=re.MULTILINE)
     text = re.sub(r"\d+ threads? per rank, cores [\d |,-]+", "# threads per rank, cores #", text)
