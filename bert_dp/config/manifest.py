@@ -144,7 +144,8 @@ class Manifest(HashedFile):
         for name, split in (("train", self.train), ("held_out", self.held_out)):
             sequences = sum(shard.sequences for shard in split.shards)
             if (split.sequences, split.tokens) != (sequences, sequences * self.sequence_length):
-                issues.append(f"{name}: {split.sequences} sequences, but its shards contain {sequences}")
+                stated = f"{split.sequences} sequences and {split.tokens} tokens"
+                issues.append(f"{name}: {stated}, but its shards contain {sequences} sequences")
         for shard in self.shards:
             size = shard.sequences * self.sequence_length * TOKEN_BYTES
             if shard.bytes != size:
