@@ -1,5 +1,6 @@
 """Make small GLUE files, prepared tasks, and trials as a rank writes them. All numbers are invented."""
 
+import abc
 import hashlib
 import json
 import math
@@ -98,14 +99,15 @@ def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
-class WritingRunner(Runner):
+class WritingRunner(Runner, abc.ABC):
     """Runner that ends each trial at once with the records of `write`, and stops after `limit` trials."""
 
     def __init__(self, out: Path, limit: float = math.inf):
         self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
 
+    @abc.abstractmethod
     def write(self, trial: Trial) -> None:
-        raise NotImplementedError
+        """Write the records of a trial that has ended."""
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # trials may end in any order
