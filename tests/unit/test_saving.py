@@ -16,6 +16,7 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer
+from tests.e2e.cli import wait_for
 from tests.states import FACTS
 
 SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
@@ -191,6 +192,25 @@ def test_the_saves_of_this_process_are_not_verified(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(checkpoint, "check", lambda path: pytest.fail(f"{path.name} is read"))
     assert save(make(tmp_path, keep=2), 1, 2, 3, 4) == (4, None)
     assert names(tmp_path) == ["step-00000004", "step-00000003"]
+
+
+def test_no_thread_of_a_save_outlives_it(tmp_path: Path) -> None:
+    """Idle OpenMP threads of a save would slow every later step."""
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    large, earlier_threads = torch.ones(2**20), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        large.add(1)  # start this thread's own OpenMP thread
+        before = threads()
+        saver = make(tmp_path)
+        saver.save(1, lambda: {**state(1.0), "model": {"w": large}}, FACTS)
+        assert saver.wait() == 1
+        wait_for(lambda: threads() <= before, PATIENCE_S)
+    finally:
+        torch.set_num_threads(earlier_threads)
 
 
 def test_repeated_save_errors_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
