@@ -109,10 +109,10 @@ def train(
 
     `settings` override the configuration, with dotted or nested names: `{"schedule.steps": 20}`. If `run_dir`
     contains a run, that run resumes; the default is runs/NAME-DATE-TIME. `allow_code` permits execution of
-    the Python files in `task` and `optim.name`. `on_log` is called in this process with each new record of
-    metrics.jsonl; its first exception is printed, and the run continues. The command's output is written to
-    sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a checkpoint;
-    a second interrupt stops them immediately. If this process is killed, the run stops.
+    the Python files named in `task` and `optim.name`. `on_log` is called in this process with each new record
+    of metrics.jsonl; its first exception is printed, and the run continues. The command's output is written
+    to sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a
+    checkpoint; a second interrupt stops them immediately. If this process is killed, the run stops.
 
     Raises ConfigError with every issue if the input is bad, TrainingFailed if the run fails, and
     KeyboardInterrupt after an interrupt.
@@ -279,7 +279,7 @@ def _arguments(verb: str, names: Sequence[PathLike], settings: Settings = None, 
 
 
 def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
-    """Run a command that trains, and return its run in `directory`. Raises the same exceptions as `train`."""
+    """Run a command that trains, and return the run in `directory`. Raises the same exceptions as `train`."""
     before = _summary(directory)
     ended = _follow(arguments, quiet=quiet, poll=on_log and _follower(directory, on_log))
     if ended.interrupted and ended.code != 1:

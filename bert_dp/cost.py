@@ -123,7 +123,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         weights += parameters * wide / dp
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts |= _activation_bytes(config, wide, narrow)
-    if narrow != wide:  # kept for the backward pass, even if the weights are sharded
+    if narrow != wide:  # copies that autocast keeps for the backward pass, even with sharding
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
 

@@ -26,7 +26,7 @@ OPTIONS = {
 }
 """Setting -> option of `data build` that changes it, for error messages."""
 SAMPLE_CHARS = 300  # maximum length of a sample in the report
-SHOWN_SOURCES = 20  # maximum rows of the table of sources; the largest shares of lost text come first
+SHOWN_SOURCES = 20  # maximum number of rows of the table of sources, sorted by share of lost text
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),
@@ -50,8 +50,8 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Build shards, print a summary and return 0. `vocab_size`: size of a new tokenizer; None =
-    VOCAB_SIZE. `overrides`: settings data.build.NAME=VALUE. Raise ConfigError if the input is unusable."""
+    """Build shards, print a summary and return 0. `vocab_size`: size of a new tokenizer; None = VOCAB_SIZE.
+    `overrides`: settings of the form data.build.NAME=VALUE. Raise ConfigError if the input is unusable."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress
 
@@ -112,7 +112,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         words("sequence", f"{format_count(manifest['sequence_length'])} tokens"),
         words("vocabulary", f"{format_count(manifest['vocab_size'])} tokens"),
         words("unigram entropy", format_nats(manifest["unigram_entropy_nats"]), "per held-out token"),
-        words("ln V", format_nats(manifest["uniform_entropy_nats"]), "a uniform guess"),
+        words("ln V", format_nats(manifest["uniform_entropy_nats"]), "loss of a uniform guess"),
         words("dropped", dropped_words(manifest["dropped"])),
         *[words(f"sample {i}", sample[:SAMPLE_CHARS]) for i, sample in enumerate(facts["samples"], 1)],
     ]

@@ -1,7 +1,8 @@
 """Resolve the configuration, devices, data and output directory of verbs that start runs.
 
-A measuring verb locks its output directory. It resumes an earlier call only if options, machine, versions and
-data are the same, because the results would not be comparable otherwise.
+A measuring verb (`scale`, `tune`, `eval glue`) runs many trials and locks its output directory. It resumes an
+earlier call only if options, machine, versions and data are the same, because the results would not be
+comparable otherwise.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Return an issue if `ranks` ranks, set with `option`, need more GPUs than are visible, else []."""
+        """Return an issue if `ranks`, the value of `option`, exceeds the number of usable GPUs, else []."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
@@ -102,7 +103,7 @@ class Job:
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Replace settings with their options in ConfigErrors from the block. `options`: setting -> option."""
+    """Show options instead of settings in ConfigErrors of a `with` block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -207,7 +208,7 @@ def has_package(name: str) -> bool:
 
 
 def built_data(config: Config) -> Path | None:
-    """Return the directory of the built shards, or None. Raise ConfigError if the sources are unusable."""
+    """Return the shard directory, or None if not yet built. Raise ConfigError if the sources are unusable."""
     if config.data.path is not None:
         return Path(config.data.path)
     found = _run_data_build(config, "find")

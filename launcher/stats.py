@@ -92,5 +92,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Return the interval of scale * over / under from their independent draws; None if either is None."""
+    """Return the interval of scale * over / under, from independent draws of both. None if either is None."""
     return None if over is None or under is None else interval(scale * over / under)

@@ -37,8 +37,9 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict or if the global
-    batch is not a multiple of micro_size x dp; the hint then names the nearest sizes."""
+    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict, or if the
+    global batch or the quantum of its ramp is not a multiple of micro_size x dp. In the latter case, the hint
+    lists the nearest multiples."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
@@ -72,7 +73,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
     """Return the spent share of the budget, in [0, 1]. If the budget is in epochs, call with_budget first.
-    `spent`: elapsed seconds for a budget in hours; the spent share for a budget in dollars or kWh."""
+    `spent`: elapsed seconds for a budget in hours, spent share for one in dollars or kWh, else unused."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -112,8 +113,9 @@ class PeakLr(NamedTuple):
 
 def peak_lr(config: Config) -> PeakLr:
     """Return the peak learning rate of a run, and its equation as text. `lr: auto` selects the untuned LAMB
-    rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon; with it, the noise of
-    updates per sample does not depend on the batch. `linear` is the rule for SGD (arXiv 1706.02677)."""
+    rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon. With it, the noise that
+    the updates add over a given number of samples does not depend on the batch size. `linear` is the rule for
+    SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

@@ -1,5 +1,5 @@
-"""Find settings that conflict, have no effect, or differ from a saved run. Also choose the precision and the
-transformers class, read CPU features, and check the steps to profile."""
+"""Find settings that conflict, have no effect, or differ from those of a saved run. Also choose the precision
+and the transformers class, read CPU features, and check the options for profiling."""
 
 import contextlib
 import dataclasses
@@ -55,7 +55,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
         yield Issue("optim.name", "conflict", message, optim, "parallel.engine", hint)
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
-        message = f"fp16 loses small gradients without a loss scale (precision: fp16), got {config.precision}"
+        message = f"fp16 loses small gradients without a loss scale, but precision is {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
         yield Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint)
     if config.model.lstm_size:
@@ -86,8 +86,8 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Return an issue for each setting in `sets`, a result of rank_sets, if ranks that must share a node are
-    on several nodes. `nodes`: node name of each rank; messages omit the part after a slash."""
+    """Find the settings whose ranks must share a node but are on several nodes. `sets`: result of rank_sets.
+    `nodes`: node name of each rank; messages omit the part after a slash."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -161,7 +161,7 @@ def noise_issues(config: Config, dp: int) -> Iterator[Issue]:
         name = "engine" if parallel.tensor == 1 else "tensor"
         under = f"parallel.{name}: {getattr(parallel, name)}"
         message = f"true, but {under} does not expose gradients at two batch sizes"
-        hint = "use ddp, zero1 or single with parallel.tensor: 1, or log.noise_scale: false"
+        hint = "use parallel.tensor: 1 with ddp, zero1 or single, or use log.noise_scale: false"
         yield Issue("log.noise_scale", "unsupported", message, True, f"parallel.{name}", hint)
     elif dp == 1 and batch.global_size <= batch.micro_size:
         fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
@@ -228,8 +228,8 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that make weights unusable because they differ from `old`, the weights' configuration.
-    Equal shapes do not suffice: with another number of heads, weights load but give wrong outputs."""
+    """Find settings that must equal those in `old`, the configuration of the initial weights, but differ.
+    Equal shapes do not suffice: with another number of heads, the weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]

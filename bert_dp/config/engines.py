@@ -34,7 +34,7 @@ class EngineFacts:
     noise_scale: bool = False
     """True if the engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
     waits_in_forward: bool = False
-    """True if ranks wait for each other in forward and backward, so that a rank's compute time is unknown."""
+    """True if the measured times of forward and backward passes include waits for other ranks."""
     master_copy: bool = False
     """True if the owner of an optimizer shard keeps a second copy of its weights (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
@@ -44,7 +44,8 @@ class EngineFacts:
     benchmarked: bool = True
     """True if `scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """(end of a file path, name of a function that only waits) -> the awaited collective."""
+    """Functions that only wait for a collective: (end of the source file's path, function name) -> the
+    collective. The hang detector looks for these functions in the stacks of the ranks."""
 
 
 ENGINES: dict[str, EngineFacts] = {
@@ -115,7 +116,7 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data that the update of a shard needs in addition to the shard; replicas = a whole replica."""
+    """Data that an update needs in addition to its shard: whole tensors, tensor norms, or a whole replica."""
     matrix_moments: int = 2
     """Optimizer-state values per parameter of the matrices in blocks. All other parameters have 2."""
 

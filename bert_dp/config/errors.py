@@ -1,5 +1,5 @@
-"""Define Issue, a problem with a setting, option, file or package, and ConfigError. Read untrusted files, and
-describe each of their problems in one line. The files must be regular and of limited size."""
+"""Define ConfigError and Issue. An Issue is a problem with a setting, option, file or package. Read untrusted
+files, which must be regular and of limited size, and describe each of their problems in one line."""
 
 import contextlib
 import dataclasses
@@ -79,8 +79,8 @@ class ConfigError(ValueError):
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import and return an optional module. Raises ConfigError, with a command that installs `extra`, if the
-    module is missing. `what`: `SETTING` or `SETTING: USE`, where SETTING may also be a file or command."""
+    """Import and return an optional module. If it is missing, raises ConfigError with a command that installs
+    `extra`. `what`: setting, file or command that needs the module, optionally with `: VALUE` or `: USE`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -92,7 +92,7 @@ def require(module: str, extra: str, what: str) -> Any:
 
 def install_command(extra: str) -> str:
     """Return a command that installs the requirements of an extra, such as `pip install 'rensa>=0.5'`. If
-    bert-dp itself is not installed, the command installs the package with the name of the extra."""
+    bert-dp itself is not installed, these are unknown, and the command installs the package named `extra`."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
@@ -125,7 +125,8 @@ def problem_lines(error: ValidationError) -> list[str]:
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
     """Convert an error from reading a file (OSError, ValueError, RecursionError) to ConfigError. `setting`:
-    option or file. `what`: the file, or a part of the file, if `setting` does not name it."""
+    the file, or an option that names it. For an option, `what` is the file, or a part of it; the message
+    starts with `what`."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:

@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 2**22
 DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
 WEIGHTS, EXPORTED = "model.safetensors", "export.json"
 TOKENIZER = "tokenizer.json"
-"""File name of the tokenizer in a run directory. Checkpoints contain a copy. An export's file may differ."""
+"""File name of the tokenizer in a run, its checkpoints and its exports. The file in an export may differ."""
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -70,7 +70,7 @@ THETAS = {
     "full_attention": ("rope_theta", "global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", "local_rope_theta", 10_000.0),
 }
-"""Kind of layer -> (`model` setting, field of config.json before transformers 5, its default)."""
+"""Kind of layer -> (`model` setting, field of config.json before transformers 5, default of this field)."""
 ROBERTAS = ("roberta", "roberta-prelayernorm")  # position ids start at the padding token's id + 1
 FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
@@ -117,7 +117,7 @@ def read_hf(directory: Path) -> HfEncoder:
             raise ValueError("is not a JSON object")
     family = settings.get("model_type")
     if family not in FAMILIES:
-        reason = "whose embedding norm is unrecoverable" if family == "eurobert" else "which is not supported"
+        reason = "whose files lack the embedding norm" if family == "eurobert" else "which is not supported"
         message = f"{directory}: model_type is {family!r:.80}, {reason}; supported are {', '.join(FAMILIES)}"
         hint = "start from the run itself: run.init_from=RUN" if family == "eurobert" else None
         raise ConfigError([Issue("run.init_from", "unsupported", message, family, hint=hint)])
@@ -244,7 +244,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer from export.json, or None. The exported tokenizer may differ."""
+    """Return the SHA-256 of the run's tokenizer from export.json, or None. The exported file may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -1,8 +1,8 @@
 """Read a Config from YAML files and overrides (`a.b=value`), and report every problem at once.
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
-override `optim.lr=2e-3`, the run uses 2e-3. `schedule` takes one budget, and `data` takes `path` or
-`sources`. A choice replaces that of lower levels; two choices at the same level are an error.
+override `optim.lr=2e-3`, the run uses 2e-3. `schedule` has one budget, and `data` has either `path` or
+`sources`. If two levels set different ones, the higher level decides. Two at the same level are an error.
 """
 
 import difflib

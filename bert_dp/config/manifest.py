@@ -140,7 +140,7 @@ class Manifest(HashedFile):
     def _check_consistency(self) -> Self:
         issues = []
         if not (self.train.sequences and self.train.documents):
-            issues.append("train: has no sequences")
+            issues.append("train: the number of sequences or documents is 0")
         for name, split in (("train", self.train), ("held_out", self.held_out)):
             sequences = sum(shard.sequences for shard in split.shards)
             if (split.sequences, split.tokens) != (sequences, sequences * self.sequence_length):
@@ -215,8 +215,8 @@ def beyond(token: int, vocab_size: int) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read manifest.json. Check its format, version, hash and content, the tokenizer's hash, and the size of
-    every shard, but not the tokens. Raises ConfigError with the file and the expected and actual values."""
+    """Read and check manifest.json. Also check the tokenizer's hash and the size of every shard, but not the
+    tokens. Raises ConfigError with the file and the expected and actual values."""
     manifest = read_hashed(directory, Manifest)
     issues = []
     expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
@@ -303,7 +303,7 @@ class ExampleSplit(StoredModel):
     without_tokens: Count
     """Number of examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Number of augmented copies, which are at the end of the split and have their originals' labels."""
+    """Number of augmented copies, which are at the end of the split. Each has the label of its original."""
 
 
 class SpecialTokens(StoredModel):
@@ -329,9 +329,9 @@ class ExamplesManifest(HashedFile):
     pair: bool = False
     """True if each example consists of two texts."""
     metrics: list[Metric] = Field(min_length=1)
-    """Metrics to compute. Searches optimize the first one."""
+    """Metrics to compute. The first one ranks the trials of a GLUE task."""
     sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
-    """Maximum tokens per example; longer examples were truncated."""
+    """Maximum number of tokens per example; longer examples were truncated."""
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: SpecialTokens
     tokenizer: TokenizerFile
@@ -354,7 +354,7 @@ class ExamplesManifest(HashedFile):
         if TRAIN not in self.splits:
             raise ValueError("splits: train is missing")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
-            raise ValueError(f"labels: {len(names)} labels do not fit {self.kind}, or a label occurs twice")
+            raise ValueError(f"labels: {len(names)} is the wrong number for {self.kind}, or one occurs twice")
         if too_large:
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():

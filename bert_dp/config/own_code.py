@@ -33,7 +33,7 @@ def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
             try:
                 tree = ast.parse(read_regular(file, MAX_CODE_BYTES))
             except (SyntaxError, ValueError) as error:
-                issues.append(Issue(setting, "damaged", f"{file} is not Python ({error})", text))
+                issues.append(Issue(setting, "damaged", f"{file} is not valid Python ({error})", text))
                 continue
             if function not in {getattr(node, "name", None) for node in tree.body}:
                 issues.append(Issue(setting, "not_found", f"{file} does not define {function}", text))
@@ -57,7 +57,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
         Issue(
             setting,
             "conflict",
-            f"the code had SHA-256 {saved[setting][:16]} in the run and has {digest[:16]} now",
+            f"the SHA-256 of the code is {digest[:16]}, but the checkpoint has {saved[setting][:16]}",
             digest,
         )
         for setting, digest in code_hashes(config).items()

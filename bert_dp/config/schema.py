@@ -28,7 +28,7 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
-# limits far above any practical value; they catch typing mistakes and keep loops and products in checks small
+# limits far above any practical value; they catch typing mistakes and bound the loops and numbers in checks
 MAX_BATCH = 2**20  # sequences per optimizer step
 MAX_STEPS = 10**12
 MAX_TOKENS = 10**18
@@ -88,7 +88,8 @@ def duration(unit_s: float) -> BeforeValidator:
 
 
 def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
-    """Return a validator of names: `other`, the current keys of `table` and, with `code`, custom code."""
+    """Return a validator that accepts `other`, the keys of `table` and, if `code` is true, FILE.py:function.
+    It also accepts keys that are added to `table` later."""
 
     def check(text: str) -> str:
         if text in (*other, *table) or (code and CODE.fullmatch(text)):
@@ -143,14 +144,14 @@ class RunConfig(Section):
         "weights"
     )
     """State to copy from run.init_from. weights = only the weights; moments = also the optimizer state and
-    its step count, as in phase 2 of a LAMB run. moments requires the same optimizer and shapes."""
+    its step count, as in phase 2 of pretraining with LAMB. moments requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
     """Stop the run after this many consecutive skipped steps. A step is skipped if its gradients are not
     finite. With fp16, 16 more may be skipped while the loss scale decreases."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress after which a hang is reported, with the stack of the rank that the others
-    wait for. The limit is at least three median step times, and 300 s during set-up, compilation and
-    saving."""
+    wait for. The limit is at least three times the median step time. During set-up, compilation and saving,
+    it is at least 300 s."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
@@ -160,7 +161,7 @@ class RunConfig(Section):
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
-    """Seconds from the report of a hang until the run is stopped as failed; 0 = never."""
+    """Seconds from the report of a hang until the run is stopped with status failed; 0 = never."""
 
 
 class BuildConfig(Section):
@@ -176,8 +177,8 @@ class BuildConfig(Section):
     """Kind of tokenizer to train. byte_bpe has a token for every byte and thus no unknown tokens: use it for
     text in any language, together with `normalize: false` and `max_tokens_per_char: 0`."""
     max_tokens_per_char: float | None = Field(None, ge=0)
-    """Drop documents with at least this many tokens per character; 0 = keep all documents. null = 0.25 +
-    0.017 x + 0.0038 x^2, x = log2(32768 / vocab_size); vocab_size 32768 gives the cramming recipe's 0.25."""
+    """Drop documents with at least this many tokens per character; 0 = keep all. null = 0.25 + 0.017 x +
+    0.0038 x^2 with x = log2(32768 / vocab_size); vocab_size 32768 gives the cramming recipe's 0.25."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = keep one of several documents with the same tokens; near = also drop near duplicates, which are
     found by MinHash LSH (extra `dedup`)."""
@@ -216,7 +217,7 @@ class DataConfig(Section):
 
 class ModelConfig(Section):
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
-    """Rows of the token embedding, and size of the tokenizer if one is trained."""
+    """Number of rows of the token embedding, and size of the tokenizer if one is trained."""
     hidden_size: int = Field(768, ge=8, le=2**17)
     num_layers: int = Field(16, ge=1, le=10_000)
     num_heads: int = Field(12, ge=1, le=2**17)
@@ -227,11 +228,11 @@ class ModelConfig(Section):
         160_000.0, gt=0
     )
     max_positions: Annotated[int | None, OnlyWith("model.position", "learned")] = Field(None, ge=8, le=2**17)
-    """Rows of the position embedding; null = data.sequence_length + model.position_offset."""
+    """Number of rows of the position embedding; null = data.sequence_length + model.position_offset."""
     position_offset: Annotated[int, OnlyWith("model.position", "learned")] = Field(0, ge=0, le=1024)
     """Row of the position embedding for the first token (RoBERTa: 2); earlier rows are unused."""
     token_types: int = Field(0, ge=0, le=16)
-    """Rows of the token-type embedding (BERT: 2, for the two texts of a pair); 0 = none."""
+    """Number of rows of the token-type embedding (BERT: 2, for the two texts of a pair); 0 = none."""
     local_attention: int = Field(0, ge=0, le=2**17)
     """Width of the attention window in local layers, half on either side of a token (ModernBERT: 128); 0 =
     all layers attend to the whole sequence."""
@@ -279,7 +280,7 @@ class ModelConfig(Section):
         if self.position == "scaled_sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"scaled_sinusoidal needs an even hidden_size, got {self.hidden_size}")
         if self.norm_position == "post" and not self.first_attention_norm:
-            raise ValueError("norm_position: post has a norm in every layer; use first_attention_norm: true")
+            raise ValueError("norm_position: post needs first_attention_norm: true (every layer has a norm)")
         return self
 
     @property
@@ -297,7 +298,7 @@ class ObjectiveConfig(Section):
     """Training objective. mlm = masked language modelling; finetune = prediction of labels; distill =
     prediction of a teacher's logits."""
     mask_rate: Annotated[float, OnlyWith("objective.name", "mlm")] = Field(0.25, gt=0, lt=1)
-    """Share of positions to predict. Each sequence has exactly round(mask_rate x sequence_length) of them."""
+    """Share of positions to predict: exactly round(mask_rate x sequence_length) positions per sequence."""
 
 
 class FinetuneConfig(Section):
@@ -381,8 +382,8 @@ class ScheduleConfig(Section):
     """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
     tokens or, for finetuning, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in dollars at run.price_per_device_hour, over all starts of the run. Each start is charged
-    from the start of the launcher to its exit."""
+    """Budget in dollars at run.price_per_device_hour, over all starts of the run. All time during which
+    the launcher runs is charged."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
     """Budget in kWh over all starts of the run. Energy is measured, or computed from run.watts_per_device."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", "linear", "cosine", "wsd")] = Field(
@@ -457,9 +458,9 @@ class OptimConfig(Section):
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
     """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
-    reductions. `scale` measures the ceiling with it; `train` refuses it."""
+    reductions. `scale` uses it to measure the throughput without communication; `train` refuses it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
-    """Ranks that share one replica (Megatron-style tensor parallelism), with ddp, zero1 and fsdp."""
+    """Number of ranks per replica (Megatron-style tensor parallelism). Engines: ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
     """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (DDP's first bucket: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
@@ -580,8 +581,8 @@ class Config(Section):
             )
         if num_masked(self.objective.mask_rate, self.data.sequence_length) < 1:
             raise ValueError(
-                f"objective.mask_rate {self.objective.mask_rate} masks no position of "
-                f"data.sequence_length {self.data.sequence_length}; increase either"
+                f"objective.mask_rate {self.objective.mask_rate} masks no position if "
+                f"data.sequence_length is {self.data.sequence_length}; increase one of them"
             )
         return self
 

@@ -1,11 +1,11 @@
-"""Build shards from text sources, in a directory or in the cache, under a lock. Torch-free.
+"""Build shards from text sources, and store them in a directory or in the cache. Torch-free.
 
 A build reads the sources three times: to hash them, to sample text for training the tokenizer, and to
 tokenize them. The second read is skipped if a tokenizer is given. Memory holds two copies of the sample (at
-most 128 MiB of text each) and a few batches per process. Exact dedup needs 8 bytes per document (24 while it
-merges two arrays), near dedup about 2 kB. The shards are written to a temporary directory, which replaces
-the output directory when it is complete. The launcher runs `python -m bert_dp.data.build` to build or find
-shards; the command prints their directory.
+most 128 MiB of text each) and a few batches per process. Exact dedup adds 8 bytes per document (24 while it
+merges two arrays), near dedup about 2 kB. A lock prevents concurrent builds of an output directory. The
+shards are written to a temporary directory, which replaces the output directory when it is complete. The
+launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints their directory.
 """
 
 import contextlib
@@ -67,10 +67,10 @@ def build(
 ) -> Manifest:
     """Build shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
-    A trained tokenizer gets `model.vocab_size` tokens; a given tokenizer may have at most as many. By
-    default, there is one process per core, or fewer for small input. If `out` already contains this build, it
-    is kept. `force` replaces a different or damaged build. Raises ConfigError for unusable sources or
-    settings, too little text or, without `force`, another build in `out`.
+    The tokenizer, trained or given, has at most `model.vocab_size` tokens. By default, the build uses one
+    process per core, or fewer for small input. If `out` already contains this build, it is kept. `force`
+    replaces a different or damaged build. Raises ConfigError for unusable sources or settings, for too little
+    text, and if `out` contains other files or, without `force`, another build.
     """
     data = config.data
     report: Progress = progress or (lambda stage, done, total: None)
@@ -103,7 +103,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest if `out` contains this build, None if `out` may be written. Raises ConfigError."""
+    """Return the manifest if `out` contains this build, None if `out` may be replaced. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -173,7 +173,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
     cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
-    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # their size is unknown
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # hub sizes are unknown
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
         (index, texts)  # index of a source, some of its texts
@@ -275,9 +275,9 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, and write each remaining document to train or held_out. A hash of the text determines
-    the split. Add the COUNTS of each source to its record. Return {stage: documents dropped}. Raises
-    ConfigError if the tokenizer loses too much of a source."""
+    """Drop duplicates, and write each remaining document to `train` or `held_out`, depending on a hash of its
+    text. Add each source's counts (see COUNTS) to its record. Return {stage: number of documents dropped}.
+    Raises ConfigError if the tokenizer loses too much of a source."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
@@ -316,9 +316,9 @@ def _route(
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that takes keys [D] uint64 and returns a mask [D], which is True at the first
-    occurrence of a key in all calls. Sorted arrays of doubling size store 8 bytes per key. The probability
-    that any two of n different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
+    """Return a function that takes keys [D] uint64 and returns a mask [D], which is True where a key occurs
+    for the first time in all calls so far. Every key is stored in 8 bytes. The probability that any two of n
+    different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:
@@ -386,7 +386,8 @@ def filter_warnings(manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Lock a file next to `out`. If this process dies, the kernel releases the lock. Raises ConfigError."""
+    """Lock a file next to `out`. Wait while another process holds the lock. If this process dies, the kernel
+    releases the lock. Raises ConfigError if the file cannot be created or locked."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 In a text file, a document is a non-empty line or, with documents=blank_line, the lines between blank lines.
 In a JSON file, a Parquet file or a hub data set, it is the text of one record. In CPython's documentation, it
 is a docstring or a help topic. Files of a glob or directory are sorted by path. At most one document, JSON
-array, chunk or Parquet row group is in memory.
+array, chunk or Parquet row group is in memory at a time.
 """
 
 import ast
@@ -83,7 +83,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number (from 1) and the text (without LF or CRLF) of each line. Raises ConfigError."""
+    """Yield the number (counted from 1) and text (without LF or CRLF) of each line. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -186,7 +186,7 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Stream the rows of the data set hub:NAME[:CONFIG], each with its position, such as "row 7".
-    Class labels become names, or None if unknown. Raises ConfigError."""
+    Class labels are replaced with their names, and missing labels with None. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -200,9 +200,9 @@ def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
             for key, names in classes.items():
                 record[key] = None if record[key] in (None, -1) else names[record[key]]
             yield f"row {row}", record
-    except Exception as error:  # the hub, the network and every data format raise different types
+    except Exception as error:  # the hub, the network and every data format raise different exceptions
         message = f"{type(error).__name__} after row {row}: {' '.join(str(error).split())[:300]}"
-        raise ConfigError([Issue(name, "not_found", message, hint="check the name and network")]) from None
+        raise ConfigError([Issue(name, "not_found", message, hint="check the name and connection")]) from None
 
 
 @functools.cache
@@ -250,7 +250,7 @@ class Source:
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
     """Expand globs and directories; skip files in `out`, which may contain an earlier build. Raises
-    ConfigError with every source that matches no file, is not a regular file or has an unknown format."""
+    one ConfigError for all sources that match no file, are not regular files or have an unknown format."""
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
@@ -349,7 +349,7 @@ def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterat
 
 
 def value_of(record: Any, key: str) -> Any:
-    """Return a record's value for a key, or for a path of keys such as a.b. ABSENT if there is none."""
+    """Return a record's value for a key, or for a path of keys such as a.b, or ABSENT if there is none."""
     if not isinstance(record, dict):
         return ABSENT
     if key in record:
@@ -359,7 +359,7 @@ def value_of(record: Any, key: str) -> Any:
 
 
 def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
-    """Return a record's text. Raises ConfigError with `name`, `place` and hint `fix` if it has no text."""
+    """Return a record's text. Raises ConfigError, with `name`, `place` and hint `fix`, if there is none."""
     text = value_of(record, key)
     if not isinstance(text, str):
         kind: IssueKind = "missing" if text is ABSENT else "wrong_type"

@@ -18,7 +18,7 @@ from bert_dp.config.manifest import Shard, beyond
 from bert_dp.data import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-SAMPLED_BYTES = 2**30  # verified at the start of a run; takes about a second for a corpus of any size
+SAMPLED_BYTES = 2**30  # verified at the start of a run, in about a second, however large the corpus is
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")

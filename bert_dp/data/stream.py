@@ -96,8 +96,8 @@ def mask(
     """Choose exactly `num_masked` = K positions per row, and corrupt them 80/10/10 with deterministic counts.
 
     Of the K positions, round(K / 10) get a random ordinary token, round(K / 10) keep their token, and the
-    rest get <mask>. For K = 32 the counts are 3, 3 and 26, as in the recipe; for K = 16 they are 2, 2 and 12,
-    or 12.5, 12.5 and 75 %. Returns ids [B, S], flat positions [B * K], labels [B * K].
+    rest get <mask>. For K = 32 the counts are 3, 3 and 26, as in the cramming recipe. For K = 16 they are 2,
+    2 and 12, which are 12.5, 12.5 and 75 %. Returns ids [B, S], flat positions [B * K], labels [B * K].
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
@@ -136,8 +136,8 @@ def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
     """Return this replica's batches of held-out sequences, with fixed masks. Batches are assigned to replicas
-    round-robin. Rows with the label IGNORE complete the last batches, because engines that communicate in the
-    forward pass require the same shape of all batches and the same number of batches on all replicas."""
+    round-robin. Rows with the label IGNORE fill up the last batches, because engines that communicate in the
+    forward pass require that all replicas have the same number of batches and all batches the same shape."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))

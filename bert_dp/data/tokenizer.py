@@ -2,9 +2,9 @@
 
 The default tokenizer follows the cramming recipe (its `tokenizer_preparation.py`): WordPiece with 32,768
 tokens and the prefix `##`, on texts split at white space and punctuation. tokenizer.json includes the
-normalizer. The recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII white space,
-dashes, quotes and ligatures, which joins adjacent words. This module's normalizer first replaces these
-characters with ASCII.
+normalizer. The recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII quotes, ligatures,
+white space and dashes; dropping the last two joins adjacent words. This module's normalizer first replaces
+all these characters with ASCII.
 """
 
 import collections
@@ -103,14 +103,15 @@ def normalize(text: str) -> str:
 def normalizer() -> normalizers.Normalizer:
     """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD, converts to lower case,
     replaces characters with an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
-    spaces. Except for quote pairs and spaces, it treats each character alone, as `normalize` requires."""
+    spaces. Except in quote pairs and runs of spaces, no character affects the result of its neighbours,
+    as `normalize` requires."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
             # insert a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; use
-            # one pattern per sign, because a zero-width match corrupts the alignment
+            # one pattern per sign, because a zero-width match corrupts the offsets in the original text
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -171,12 +172,12 @@ def train(
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
-    # `tokenizers` assigns ids to ## letters in hash-map order and breaks ties by id (tokenizers issue 1794),
-    # so their ids are assigned in advance
+    # `tokenizers` assigns ids to ## letters in hash-map order, and merges equally frequent pairs in the order
+    # of their ids (tokenizers issue 1794); assigning these ids in advance makes the result deterministic
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
-    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # one third each: letters, ## letters, words
+    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # leaves a third of the ids for words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
     learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -233,8 +234,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Load the tokenizer at `path`, and make it add the special tokens that finetuning uses and neither pad
-    nor truncate. Return None if no change is needed."""
+    """Load the tokenizer at `path`. Turn off its padding and truncation, and make it add the special tokens
+    that finetuning uses. Return None if the tokenizer at `path` needs no change."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
@@ -272,7 +273,7 @@ def size(tokenizer: Tokenizer) -> int:
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
     """Return {role: token id} for the roles pad, unk, cls, sep and mask. Tokens may be spelled `<role>`,
-    `[ROLE]` or like RoBERTa's `<s>` and `</s>`. Raises ConfigError with every missing role."""
+    `[ROLE]` or like RoBERTa's `<s>` and `</s>`. Raises ConfigError, which lists every missing role."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]

@@ -73,9 +73,9 @@ def predict_file(
     out: Path | None = None,
     precision: str = "auto",
 ) -> None:
-    """Write one JSON line per example of `file` to the new file `out`, or to stdout. `text` and `text_pair`:
-    columns of a table. `run`, `precision`: see `open_predictor`. Raise ConfigError if an argument is
-    unusable, RunFailed if outputs are not finite."""
+    """Write one JSON line per example of `file` to the new file `out`, or to stdout. `text`, `text_pair`:
+    names of the columns to read if `file` is a table. `run`, `precision`: see `open_predictor`. Raise
+    ConfigError if an argument is unusable, RunFailed if outputs are not finite."""
     if out is not None and out.exists():
         raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="choose a new file")])
     use_all_cores()
@@ -126,7 +126,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id if there are token types."""
+    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id; None = no token types."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -142,8 +142,8 @@ def on_device(
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
     """Yield one dictionary per example, in order. It contains `index` and a result: a finetuned run's labels
-    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. If a text has no
-    tokens, its example has `tokens`: 0 instead of a result.
+    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. If one of its
+    texts has no tokens, an example has `"tokens": 0` instead of a result.
 
     Raise ConfigError if no example can have a result, RunFailed if outputs are not finite.
     """
@@ -151,8 +151,8 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
     # pretraining does not use <cls>, so encodings omit it
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
-        message = f"the tokenizer of {predictor.path} has no token for any text"
-        hint = "choose a run whose tokenizer supports the script of the texts"
+        message = f"with the tokenizer of {predictor.path}, every example has a text without tokens"
+        hint = "choose a run whose tokenizer supports the writing system of the texts"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
     truncated = letters = lost_letters = 0
     textless: set[int] = set()

@@ -41,7 +41,8 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: train's majority label, majority value of each label, or mean score."""
+    """Score a constant prediction: the majority label of train (single_label), the majority value of each
+    label (multi_label) or the mean score (regression)."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":

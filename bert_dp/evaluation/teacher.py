@@ -2,7 +2,7 @@
 
 `python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K (from 0) of N; the
 launcher starts a process per share. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V
-tokens of the vocabulary (in sums_PV, only the ordinary ones).
+tokens of the vocabulary (sums_PV has only the ordinary tokens).
 """
 
 import os
@@ -30,7 +30,7 @@ EXAMPLES_PER_FILE = 4096  # an interruption loses at most the results for one fi
 
 
 def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: str) -> str:
-    """Compute one share of the logits and return their directory. Raise the errors of `compute_share`."""
+    """Compute one share of the logits; return their directory. Raise the same errors as `compute_share`."""
     files.set_private_umask()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(of)))
     where = torch.device("cuda", int(share)) if device == "cuda" else torch.device("cpu")
@@ -41,8 +41,9 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write the missing logits files of train whose number modulo `of` is `share`. A file's contents do not
-    depend on `of`. Raise ConfigError if an input is unusable, RunFailed if logits are not finite."""
+    """Compute and write the logits of train: each file that is missing and whose number modulo `of` equals
+    `share`. The contents of a file do not depend on `of`. Raise ConfigError if an input is unusable,
+    RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens

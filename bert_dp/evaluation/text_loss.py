@@ -44,9 +44,9 @@ class WordCounts(NamedTuple):
     words: Any
     hidden: Any
     hidden_bytes: Any
-    """UTF-8 bytes of the hidden words, without the white space around them."""
+    """Number of UTF-8 bytes in the hidden words, without the white space around them."""
     without_token: Any
-    """Hidden words for which the tokenizer produces no token."""
+    """Number of hidden words for which the tokenizer produces no token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Text:
     """True for tokens of hidden words."""
     document_T: NDArray[np.int32]
     bytes: int
-    """UTF-8 bytes of all documents."""
+    """Number of UTF-8 bytes in all documents."""
     counts_D: WordCounts
 
 
@@ -149,11 +149,11 @@ class HiddenWords(StoredModel):
     """Results for the prediction of whole words. All tokens of a word are hidden at once."""
 
     words: Count
-    """Number of hidden words, the same for every vocabulary, because their choice ignores tokens."""
+    """Number of hidden words. It does not depend on the vocabulary, because words are drawn, not tokens."""
     words_without_token: Count
-    """Hidden words for which the tokenizer produces no token. They count in `bytes`, but add 0 bits."""
+    """Number of hidden words without a token. `bytes` includes their bytes, but their loss is 0 bits."""
     bytes: Count
-    """UTF-8 bytes of the hidden words in the text."""
+    """Number of UTF-8 bytes in the hidden words."""
     documents: Count
     tokens: Count
     unknown_tokens: Count
@@ -176,18 +176,18 @@ class TextLoss(StoredModel):
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """Name, bytes, sha256 and documents of each source."""
+    """Name, size in bytes, SHA-256 and number of documents of each source."""
     documents: Count
     documents_without_tokens: Count
-    """Documents for which the tokenizer produces no token; only their separators are evaluated."""
+    """Number of documents for which the tokenizer produces no token; only their separators are evaluated."""
     tokens: Count
     """Number of tokens, including a separator after each document."""
     words: Count
     """Number of words, which are separated by white space."""
     bytes: Count
-    """UTF-8 bytes of the documents."""
+    """Number of UTF-8 bytes in the documents."""
     mask_rate: float
-    """Probability that a token is predicted, and that a word is hidden."""
+    """Probability of each token to be predicted (`predicted`), and of each word to be hidden (`hidden`)."""
     predicted: PredictedTokens
     hidden: HiddenWords
 
@@ -217,11 +217,11 @@ def text_loss(
     lengths_D = np.bincount(text.document_T)
     textless = int((lengths_D == 1).sum())  # only <sep>
     if textless == len(lengths_D):
-        message = f"the tokenizer of {path} has no tokens for the text"
-        hint = "choose a run whose tokenizer supports the script of the text"
+        message = f"the tokenizer of {path} produces no tokens for the text"
+        hint = "choose a run whose tokenizer supports the writing system of the text"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of the {len(text.ids_T)} tokens is among the random {EVAL_MASK_RATE:.0%} to predict"
+        message = f"none of the {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} drawn to predict"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -290,7 +290,8 @@ def word_losses(
 
 
 def difference(first: HiddenWords, second: HiddenWords) -> tuple[float | None, float | None]:
-    """Return the difference in bits per byte (second minus first) and its standard error over documents."""
+    """Return the bits per byte of `second` minus those of `first`, and the standard error of this difference,
+    with documents as the sampling units."""
     return ratio(np.array(second.bits_D) - np.array(first.bits_D), np.array(first.bytes_D))
 
 
@@ -332,8 +333,8 @@ def pieces(count: int, length: int, max_tokens: int) -> Iterator[tuple[int, int,
 
 
 def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
-    """Return the ratio of two sums and its standard error, with documents as the sampling units (Cochran
-    1977, 2.11). Both are None if all counts are 0; the error is None if only one count is nonzero."""
+    """Return sum(sum_D) / sum(count_D) and its standard error, with documents as the sampling units (Cochran
+    1977, 2.11). Both are None if all of `count_D` is 0; the error is None if only one count is nonzero."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
     if not total:
         return None, None

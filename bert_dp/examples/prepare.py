@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Build the ids of `text` from its next encoded `pieces` and the ids of the marks between them."""
+        """Return the ids of `text`. Take those of its pieces from `pieces`, and insert those of the marks."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -196,8 +196,8 @@ def prepare(
     """Return the prepared directory and its manifest. The first call builds the directory in the cache, and
     concurrent calls wait for it. Raises ConfigError.
 
-    `length`: maximum tokens per example. `dev_share`: share of train to move to dev, chosen by `seed`; 0 =
-    dev comes from a separate file.
+    `length`: maximum number of tokens per example. `dev_share`: share of train to move to dev; 0 = dev comes
+    from a separate file. `seed` determines which examples are moved.
     """
     if issues := record.cache_issues():
         raise ConfigError(issues)
@@ -285,8 +285,8 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score a constant prediction: train's most frequent label or mean score. Return None for train and for
-    splits without labels."""
+    """Score the constant prediction of `majority` on a split. Return None for train and for splits without
+    labels."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -299,8 +299,8 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of train to dev, chosen by a hash of seed and texts and, for single_label, separately in
-    each class. Raises ConfigError if a split would be empty."""
+    """Move a share of train to dev, for single_label the same share of each class. A hash of seed and texts
+    determines which examples are moved. Raises ConfigError if a split would be empty."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -313,7 +313,7 @@ def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> Labelled
     for row in whole.rows:
         rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
-        message = f"moving a share of {share:g} of {len(whole.rows)} examples to dev leaves {empty[0]} empty"
+        message = f"with a dev share of {share:g}, {empty[0]} gets none of the {len(whole.rows)} examples"
         raise tables.data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False

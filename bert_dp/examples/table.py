@@ -209,7 +209,9 @@ def read_delimited(
                 yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
     except csv.Error as error:
         fix = f"close each quote and end each line with LF; {SEPARATOR_FIX}"
-        raise data_error(name, "damaged", f"line {end + 1} is not {format.upper()} ({error})", fix) from None
+        raise data_error(
+            name, "damaged", f"line {end + 1} is not valid {format.upper()} ({error})", fix
+        ) from None
 
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
@@ -300,7 +302,7 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
         if unknown := [name for name in row.label if name not in index]:
             message = f"{row.place}: label {unknown[0]!r} is not one of train's labels {[*names[:8]]}"
             is_score = WITH_DECIMALS.fullmatch(unknown[0])
-            fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
+            fix = SCORES_FIX if is_score else "correct it, or add examples with this label to train"
             raise data_error(table.name, "unknown", message, fix, unknown[0])
         indices.append([index[name] for name in row.label])
     if kind == "single_label":

@@ -70,7 +70,7 @@ class ExportCheck(StoredModel):
     """Number of parameters in model.safetensors; null unless the format is hf."""
     run_parameters: int
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
-    """Parameters of the class that the file does not contain, and parameters that only the file contains."""
+    """Parameters that model.safetensors lacks or has in another shape, and parameters that only it has."""
     again: float
     """Largest absolute difference in the outputs after the exported model is saved and reloaded."""
     versions: dict[str, str]
@@ -133,7 +133,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
     if run is not None:
         message = f"{run} does not have the weights that were exported at step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
-    message = f"no run {exported.run} in this folder, in runs or next to DIR has the weights of DIR"
+    message = f"found no run {exported.run} with the weights of DIR in this folder, in runs or next to DIR"
     raise ConfigError([Issue("--run", "not_found", message, hint="pass the directory of the run")])
 
 

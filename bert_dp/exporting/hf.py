@@ -56,7 +56,7 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
 
 def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32, named as in its transformers class, without a tied decoder.
+    """Return the parameters of `model` in fp32, named as in its transformers class. Omit a tied decoder.
     Raise ConfigError if no class can represent the model."""
     *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
 IN_STEP = ("data", "step")
-"""Phases of an optimizer step. They alternate, once for each micro batch."""
+"""Phases of an optimizer step. For each micro batch, a rank waits in `data` and computes in `step`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Heartbeat:
     phase: int = 0
     """Index into PHASES."""
     done: int = 0
-    """Completed units of work: micro batches in this step, or evaluation batches in this phase. On a GPU,
-    queued units count even if they are not computed yet."""
+    """Number of completed units of work: micro batches in this step, or evaluation batches in this phase. On
+    a GPU, queued units count even if they are not computed yet."""
     progress: int = 0
     """Counter that increases at each new phase and after each unit of work."""
     progress_ns: int = 0

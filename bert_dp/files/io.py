@@ -1,4 +1,4 @@
-"""Lock files, remove secrets and control characters from text, list the stop signals, set the umask and find
+"""Lock a file, remove secrets and control characters from text, list the stop signals, set the umask and find
 the cache of built data. Define the environment variables that the launcher sets for workers. Torch-free."""
 
 import contextlib
@@ -36,7 +36,7 @@ def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
         file.close()  # the previous owner removed this file; another process may have locked a new one
 
 
-STALE_S = 45.0  # seconds to wait for a file from another node, because directories may be cached for 30 s
+STALE_S = 45.0  # seconds to wait for a file from another node, because NFS may cache directories for 30 s
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
@@ -126,7 +126,7 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start time in clock ticks, which distinguishes reused pids. Raises OSError."""
+    """Return a process's start time in clock ticks, which differs if the pid is reused. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
@@ -146,7 +146,7 @@ def cache_root() -> Path:
 
 
 def cache_issues() -> list[Issue]:
-    """Return an issue if another user can change the cache; [] if not, or if there is no cache."""
+    """Return an issue if the cache exists and another user can change it, else []."""
     root = cache_root()
     if not root.exists():
         return []

@@ -1,7 +1,7 @@
 """Record in ledger.json the seconds, dollars and energy that all starts of a run have spent. Torch-free.
 
-The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that killed starts count too.
-Rank 0 reads sums and rates from the file and extrapolates the sums to the present.
+The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that the spending of a killed
+start counts. Rank 0 reads sums and rates from the file and extrapolates the sums to the present.
 """
 
 import contextlib
@@ -40,8 +40,9 @@ class EnergyCounter(NamedTuple):
 
 
 def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
-    """Return the energy counters of `gpus` (NVML indices) or, without GPUs, of all CPU packages in `root`.
-    Return [] if a counter is missing or unreadable; on most machines, only root can read CPU counters."""
+    """Return the energy counters of `gpus` (NVML indices) or, without GPUs, of all CPU packages listed in
+    the directory `root`. Return [] if a counter is missing or unreadable: on most machines, only the user
+    root can read CPU counters."""
     try:
         counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
         for counter in counters:
@@ -104,7 +105,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """Both rates are means since the newest entry began."""
+    """`dollars_per_s` and `kwh_per_s` are means since the newest entry began."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 

@@ -29,7 +29,7 @@ FailureKind = Literal[
 ]
 
 RunStatus = Literal["done", "stopped", "failed"]
-"""stopped = a signal stopped the run after it saved a checkpoint."""
+"""stopped = after a stop signal, the run saved a checkpoint and ended."""
 OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -77,7 +77,7 @@ class RunMemory(StoredModel):
     """Host memory of a run, sampled by the launcher."""
 
     peaks_gib: dict[str, float] = {}
-    """Process, such as "rank 0" -> peak resident memory in GiB."""
+    """Peak resident memory in GiB by name of the process, such as "rank 0"."""
     oom_kills: int | None
     """Number of processes that the kernel killed for lack of memory; null = no readable counter."""
     counter: str | None
@@ -92,7 +92,7 @@ class Failure(StoredFile):
     message: str
     """`ExceptionType: message`, or a description of the exit."""
     rank: int | None = None
-    """First rank that failed; null = no rank recorded an error."""
+    """First rank that failed; null = unknown, or the failure concerns several ranks."""
     node: str | None = None
     """Number and host of the rank's node in a multi-node run."""
     time_ns: int = 0
@@ -118,7 +118,7 @@ class Failure(StoredFile):
     fix: list[str] = []
     log: str | None = None
     log_tail: list[str] = []
-    """Last lines of the log, or the stack that a crash wrote to the log."""
+    """Last lines of the file `log`, the stack that a crash wrote to it, or the report of a hang."""
     memory: RunMemory | None = None
     """Set if a lack of memory may have caused the failure."""
 
@@ -137,7 +137,7 @@ class Straggler(StoredModel):
 
     rank: int
     ratio: float
-    """This rank's compute time before any reduction / median of the other ranks."""
+    """This rank's compute time before the reductions of a step, relative to the median of the other ranks."""
     seconds_per_step: float
     """Seconds that the other ranks lose in each step."""
 
@@ -190,7 +190,8 @@ class HeldOut(StoredModel):
     """Finetuning: "split/metric" -> score in the metric's unit. A score is missing if a logit was not finite,
     and null if the metric is undefined, such as a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
-    """Finetuning: scores of always predicting train's most frequent label or mean score."""
+    """Finetuning: scores of a constant prediction, which is the most frequent label of train (single_label),
+    the most frequent value of each label (multi_label) or the mean score (regression)."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
     """Finetuning: kind of F1. binary = F1 of the second label; macro = mean of the labels' F1; micro = F1 of
     all decisions pooled."""
@@ -266,9 +267,9 @@ class Summary(StoredFile):
     """Path of the newest checkpoint, relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """Slowest rank's compute time before any reduction / median of the other ranks; null for one rank."""
+    """`ratio` of the slowest rank, as defined in `Straggler`; null for one rank."""
     straggler: Straggler | None = None
-    """Set if the ratio over the whole run is above STRAGGLER_RATIO."""
+    """Set if `straggler_ratio` is above STRAGGLER_RATIO and enough steps were measured."""
     time_s: dict[str, float] = {}
     """Rank 0's seconds in setup, compile, train, data_wait, forward_backward, optimizer, eval and save.
     `save` counts only the time that training waits for checkpoints."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
-PATIENCE_S = 1.0  # seconds that ranks have to exit after the launcher
+PATIENCE_S = 1.0  # seconds in which the ranks can exit by themselves after the launcher has ended
 SEARCH_S = 5.0  # seconds to repeat the search, because processes may start others before they are killed
 REAPER_IMPORTS = """
 from __future__ import annotations
@@ -53,14 +53,14 @@ def describe_exit_code(code: int, suffix: str) -> str:
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
     """Kill child processes and remove `scratch` if this process is killed inside the block. The reaper is a
-    small process that acts when its standard input closes. Even without it, ranks exit unless they are
-    stopped (SIGSTOP) or hold the interpreter lock."""
+    small process that acts when its standard input closes. Even without it, ranks exit when this process
+    ends, unless they are stopped (SIGSTOP) or hold the interpreter lock."""
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; without the marks in its environment, no other reaper kills it
+    # -I and -S keep the interpreter small; no reaper kills this one, because its environment has no marks
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for "done" on standard input. If it closes first, kill `marked` processes and remove `scratch`."""
+    """Wait for "done" on stdin. If it closes first, kill the processes with `marks` and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

@@ -81,7 +81,8 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the checkpoint `directory` or the newest one in it, and its state.json. Verifies no hashes."""
+    """Return the path and state.json of a checkpoint, or None. `directory`: the checkpoint, or a run or
+    folder of which the newest checkpoint is used. Hashes are not verified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -114,7 +115,8 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """SHA-256 of the run's tokenizer.json. The exported file differs if it adds other special tokens."""
+    """SHA-256 of the run's tokenizer.json. The exported file differs if the run's tokenizer pads, truncates
+    or adds other special tokens than in finetuning."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
@@ -152,6 +154,6 @@ def loaded_files(form: ExportFormat) -> list[str]:
 
 
 def require_loaders(exported: Exported, use: str) -> None:
-    """Import the packages that load an exported model. `use`: command that loads it. Raises ConfigError."""
+    """Import the packages that load an exported model. `use`: command that needs them. Raises ConfigError."""
     for package in LOADERS[exported.format]:
         errors.require(package, "export", use)

@@ -33,7 +33,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def sinusoidal_table(length: int, hidden: int) -> Tensor:
-    """Return a float64 table [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762, 3.5)."""
+    """Return float64 [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762, section 3.5)."""
     angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
         torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
     )

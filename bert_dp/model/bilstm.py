@@ -40,7 +40,7 @@ class BiLstm(Model):
 
     def _encode_pair(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
         """Return [B, 8H]: the final states of both texts, their product and their absolute difference."""
-        # an example is <cls> A <sep> B <sep>, so its last token is the separator that also ends A
+        # an example is <cls> A <sep> B <sep>: the last token is <sep>, and the first <sep> ends A
         separator_B1 = ids_BS.gather(1, length_B[:, None] - 1)
         first_B = (ids_BS == separator_B1).long().argmax(1) + 1
         index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)

@@ -1,6 +1,6 @@
 """Define the encoder with a head that predicts class labels or a score for whole examples.
 
-Axes: those of bert_dp.model.bert, and W head width, L labels.
+Axes: as in bert_dp.model.bert, plus W (head width) and L (labels).
 """
 
 import torch.nn.functional as F

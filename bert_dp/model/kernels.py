@@ -1,4 +1,4 @@
-"""Compute matrix products with oneDNN, gradients of embedding rows, and dropout keyed by example and site.
+"""Implement dropout keyed by example and site, gradients of embedding rows, and matrix products with oneDNN.
 
 The dropped elements depend only on the example's key (`data.stream.key32` of seed, epoch and index), the site
 in the model, and the row and column in the unsharded tensor. Therefore, they do not change with the micro
@@ -101,15 +101,15 @@ def add_row_gradients(
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
     """Add the gradients position by position, which is fastest on a CPU. On a GPU, a single warp would add
-    all positions of a row."""
+    all gradients of a token id."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Add the gradients to `grad_VH` with nn.Embedding's backward kernel, which sums those of a token id in
-    parallel, in fp32 if they have 16 bits. Positions in `foreign_BS` get an extra id, which is skipped."""
+    """Add the gradients to `grad_VH` with nn.Embedding's backward kernel. It sums the gradients of a token id
+    in parallel, using fp32 for 16-bit gradients. Positions in `foreign_BS` get an extra id, to be skipped."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)

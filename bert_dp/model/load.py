@@ -112,7 +112,7 @@ def recompute_blocks(model: Model) -> None:
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
     """Run a block, and recompute it in the backward pass. All blocks share a graph, because this function is
-    bound as a method. torch's own wrapper is unsuitable: Dynamo skips torch's frames and calls in them."""
+    bound as a method. With torch's own wrapper, Dynamo would compile neither the wrapper nor the block."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
@@ -147,7 +147,7 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        # rank 0 chooses for all, because the source run may still be training and remove checkpoints
+        # rank 0 chooses the checkpoint for all, because the source run may still write and remove some
         path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)

@@ -45,9 +45,9 @@ def make_optimizer(
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap the `step` of a user's optimizer. The wrapper clips gradients and skips steps, which costs a host
-    sync. Subclasses of `Optimizer` and torch's fused optimizers do both themselves. The first step raises
-    ConfigError if a checkpoint cannot store the optimizer's state."""
+    """Wrap the `step` of a user's optimizer. The wrapper clips the gradients and, if `found_inf` is set,
+    skips the step. This costs a host sync. Subclasses of `Optimizer` and torch's fused optimizers do both
+    themselves. The first step raises ConfigError if a checkpoint cannot store the optimizer's state."""
     step, clips = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_checked = False
@@ -63,7 +63,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "must keep state for every parameter, as scalars or tensors of its shape"
+                message = "the state of every parameter must be tensors, scalar or of the parameter's shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]

@@ -22,9 +22,9 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Lamb(Optimizer):
-    """LAMB with Adam's state: step, exp_avg and exp_avg_sq. `step()` overwrites .grad with the update. With
-    `compiled`, `moments` is a fused kernel with 7 memory passes (as many as AdamW), and `descend` is one with
-    3. The norms of whole tensors are computed between the two."""
+    """LAMB with Adam's state: step, exp_avg and exp_avg_sq. `step()` overwrites .grad with the update. If
+    `compiled` is true, `moments` is a fused kernel that makes 7 passes over memory, as many as AdamW, and
+    `descend` is a fused kernel that makes 3. The norms of whole tensors are computed between the two."""
 
     def __init__(
         self,

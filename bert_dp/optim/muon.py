@@ -47,16 +47,16 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
         momentum=config.momentum,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        # use bf16, as the original does, if the model also computes in bf16 on a GPU, where it is faster
+        # the original always uses bf16; bert-dp does so only in bf16 runs on a GPU, where it is faster
         multiply_in=torch.bfloat16 if precision == "bf16" and on_gpu else None,
     )
 
 
 class Muon(Optimizer):
     """Optimizer that updates matrices with Muon and other tensors with AdamW. Every matrix must be whole on
-    its rank. A group of matrices has `splits`, the FusedSplit of each parameter. The state of a matrix is
-    momentum_buffer. `step` overwrites .grad with the matrix to orthogonalise. `multiply_in`: dtype of the
-    Newton-Schulz products; None = the parameters' dtype."""
+    its rank. A parameter group of matrices has the key `splits`, a list of the FusedSplit of each matrix. The
+    state of a matrix is momentum_buffer. `step` overwrites .grad with the matrix to orthogonalise.
+    `multiply_in`: dtype of the Newton-Schulz products; None = the parameters' dtype."""
 
     def __init__(
         self,

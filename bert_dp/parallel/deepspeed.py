@@ -73,7 +73,7 @@ class Engine:
         self._engine, zero, _, _ = self._package.initialize(
             model=model, optimizer=self._optimizer, config=self._settings, dist_init_required=False
         )
-        if self._stage > 0:  # otherwise the first step would create the moments, too late to load them
+        if self._stage > 0:  # create the moments, so that they can be loaded before the first step
             parts = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
             for flat in getattr(zero, parts):
                 moments = {key: torch.zeros_like(flat) for key in MOMENTS}

@@ -1,8 +1,8 @@
 """Train with FSDP2 (torch fully_shard): weights, gradients and optimizer state are sharded, and weights are
 gathered block by block.
 
-The optimizer updates this rank's shards as plain tensors. Only norms need whole tensors; they are computed
-from sums over the ranks.
+The optimizer updates this rank's shards as plain tensors. The norm of a whole tensor is computed from sums
+over the ranks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,8 +36,8 @@ class Engine:
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._tensor.shard_model(model)
-        # gather weights in their own dtype, so that autocast casts the same weights as under ddp, and norms
-        # and embeddings remain fp32 on every device
+        # gather weights in their own dtype, so that autocast casts the same weights as under ddp, and layer
+        # norms and embeddings remain fp32 on every device
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": policy}
         blocks = model.blocks()

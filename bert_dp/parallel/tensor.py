@@ -228,9 +228,9 @@ def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the terms of the cross entropy. Two reductions, of P and 2 P numbers, replace a gather of P x V
-    logits. They are relative to a position's largest on any rank. Return exp_PV, the exponentials of this
-    rank's columns; sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative label);
-    local_P, the label's column on this rank; and mine_P, True if this rank has that column."""
+    logits. Logits are relative to the position's largest logit on any rank. Return exp_PV, the exponentials
+    of this rank's columns; sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative
+    label); local_P, the label's column on this rank; and mine_P, True if this rank has that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
     local_P = labels_P - rank * logits_PV.shape[1]

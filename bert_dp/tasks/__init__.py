@@ -84,7 +84,7 @@ class Context:
     """Directory for results per example or sequence; None = this rank does not write them."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
-        """Return the elementwise sums over replicas, counting each replica once. Collective."""
+        """Return the elementwise sums of `values` over replicas, counting each replica once. Collective."""
         sums: list[float] = self.comm.all_gather(values)[:: self.tensor].sum(0).tolist()
         return sums
 
@@ -121,8 +121,8 @@ class Task(Protocol):
         """Return the SUM of the loss over a micro batch's targets, as a scalar on the device of `batch`."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Return the number of targets in `count` samples from `first_sample` on, the same on all ranks,
-        without building the samples."""
+        """Return the number of targets in `count` samples from `first_sample` on, without building the
+        samples. All ranks get the same number."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None

@@ -1,5 +1,5 @@
-"""Train a student to match a teacher's logits on the examples of a prepared directory. Axes: those of
-bert_dp.tasks.finetune, V vocabulary size, E embedding size."""
+"""Train a student to match a teacher's logits on the examples of a prepared directory. Axes: as in
+bert_dp.tasks.finetune, plus V (vocabulary size) and E (embedding size)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +87,7 @@ class Distillation(Finetuning):
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
     """Replace the rows of `weight_VE` whose tokens have vectors in `path`, a run or a text file. Raise
-    ConfigError if the file cannot be read, has vectors of another width, or has none for the vocabulary."""
+    ConfigError if `path` cannot be read, has vectors of another width, or has no vector for any token."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():

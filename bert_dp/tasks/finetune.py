@@ -99,9 +99,9 @@ class Finetuning:
         return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Write predictions for all splits except train, and score those with labels, each example once.
-        `loss` is the mean over the examples of dev (for MNLI, of both dev splits). A split has no scores if a
-        logit is not finite."""
+        """Write predictions for all splits except train, and compute scores for the splits with labels.
+        Every example counts once. `loss` is the mean over the examples of dev (for MNLI, of both dev splits).
+        A split has no scores if a logit is not finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
             logits_NL = self._logits(model, examples, context)

@@ -107,7 +107,7 @@ class MaskedLanguageModel:
                 on_device = batch.to(context.device)
                 logits_PV = model(on_device.ids_BS, on_device.positions_P)
                 loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
-                # rows that fill up the last batch add a loss of 0 to the first sequence
+                # rows that fill up the last batch repeat sequence 0 with a loss of 0, so they add nothing
                 index_B = torch.from_numpy(batch.sample_ids).to(context.device)
                 loss_N.index_add_(0, index_B, loss_P.view(-1, each).mean(1))
                 hits += hit_P.sum()
@@ -196,7 +196,9 @@ def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
         if (unit := config.schedule.unit) in CLOCKED:
-            message = f"{step} is not in metrics.jsonl, so its batch is unknown (the ramp depends on {unit})"
+            message = (
+                f"{step} is not in metrics.jsonl, so its batch size is unknown (the ramp depends on {unit})"
+            )
             hint = "choose a logged step"
             raise ConfigError([Issue("step", "not_found", message, step, f"schedule.{unit}", hint)])
         samples = 0

@@ -213,7 +213,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
     compiled = "compiled" if trainer.metadata["compiled"] else "eager"
     engine = parallel.engine_name(config.parallel, world.size)
     if trainer.layout.tensor > 1:
-        engine += f", tensor {trainer.layout.tensor}"
+        engine += f", tensor-parallel size {trainer.layout.tensor}"
     residual = ", residual stream in bf16" if config.model.residual_dtype == "bf16" else ""
     lines = [
         f"ranks: {world.size} x {device_name(trainer.device)}, {threads}, {placed}",

@@ -46,13 +46,13 @@ class TrainState:
     """Progress of a run. state.json stores the fields in SAVED; a resumed run resets the other fields."""
 
     step: int = 0
-    """Completed optimizer steps."""
+    """Number of completed optimizer steps."""
     samples: int = 0
-    """Samples taken from the stream."""
+    """Number of samples taken from the stream."""
     elapsed_s: float = 0.0
     """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Steps skipped up to the last log line or save. `Meter.skipped` is the current number, on the device."""
+    """Number of steps skipped up to the last log line or save. On the device, `Meter.skipped` is current."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     """Previous logged losses, with which the next one is compared."""
@@ -153,7 +153,7 @@ def _step_of(path: Path) -> int:
 
 
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
-    """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
+    """Remove the temporary directories of interrupted saves, and all but the `keep` newest checkpoints.
     Checkpoints renamed by `set_aside_after` are removed once the run has reached their step again. A complete
     checkpoint is removed only if two newer ones (one if `keep` is 1) are valid. `trusted`: checkpoints known
     to be valid, which are not read again."""
@@ -179,14 +179,14 @@ def _remove(path: Path) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename checkpoints later than `step`, so that a run resumed at `step` ignores them. Rank 0 only."""
+    """Rename checkpoints of steps after `step`, so that a run resumed at `step` ignores them. Rank 0 only."""
     for path in list_checkpoints(folder):
         if _step_of(path) > step:
             path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
 
 
 def check(path: Path) -> str | None:
-    """Compare a checkpoint's files with its manifest's sizes and hashes; return the first problem or None."""
+    """Compare checkpoint files with the manifest's sizes and hashes; return the first problem or None."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
@@ -309,7 +309,8 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save and its pause. Return a log line for the first save that lengthens the interval."""
+        """Record a save at `elapsed_s`, for which training paused `pause_s` seconds. Return a log line for
+        the first save that makes the interval longer than checkpoint.every_minutes, else None."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
             return None
@@ -345,7 +346,7 @@ class AsyncCheckpointer:
         self.stall_s = 0.0
         """Seconds for which training paused, to gather the state and to wait for an earlier write."""
         self.abort_reason: Failure | None = None
-        """Failure of the first failed save, which ends the run. Set only if checkpoint.on_error is `stop`."""
+        """First failure of a save, which ends the run. Set only if checkpoint.on_error is `stop`."""
         self.problem: Failure | None = None
         """Failure of the last save; None if it succeeded."""
         self._writing: Future[None] | None = None
@@ -369,8 +370,8 @@ class AsyncCheckpointer:
         if state is not None:
             writer = ThreadPoolExecutor(1, "checkpoint-writer")
             self._writing = writer.submit(self._write, step, state, metadata)
-            # end the thread after the write, because as long as its OpenMP threads exist, GCC's OpenMP counts
-            # more threads than cores and suspends waiting threads, which slows a step on CPUs by 4 %
+            # end the thread after the write, because its OpenMP threads make GCC's OpenMP count more threads
+            # than cores; OpenMP then suspends waiting threads, which slows a step on CPUs by 4 %
             writer.shutdown(wait=False)
         self.stall_s += time.perf_counter() - start
 
@@ -409,7 +410,7 @@ class AsyncCheckpointer:
             self.saved_step, self.problem = step, None
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """Count a failed save; log a warning for the first of several consecutive failures."""
+        """Count a failed save; log a warning unless the previous save failed, too."""
         self.failed_saves += 1
         if isinstance(error, OSError):
             self.failed_writes += 1

@@ -38,8 +38,8 @@ def choose_device(setting: str, world: World) -> torch.device:
     """Choose this rank's device: the CPU, the only visible GPU (as with srun --gpus-per-task=1) or the GPU
     whose index is the local rank. Raises ConfigError if too few GPUs are visible."""
     if setting != "cpu" and torch.cuda.is_available():
-        # unless the user has set an allocator option, let segments grow in place, so that memory fragmented
-        # by tensors of other shapes is reused and larger micro batches fit
+        # let the allocator's segments grow in place, unless the user has set an allocator option. Memory
+        # fragmented by tensors of other shapes can then be reused, so that larger micro batches fit.
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.init()  # otherwise device_count() returns the number of GPUs, not of their MIG partitions
@@ -133,8 +133,8 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
     """Return the cores of each rank; () = do not bind it. `nodes`: allowed cores by NUMA node. `wanted`: NUMA
     node of each rank; None = any. The ranks of a node get equal shares of its cores, so that none is slower.
-    If the node has fewer cores than ranks, each rank gets all of them. Ranks without a node get equal
-    shares of all cores, or () if there are fewer cores than such ranks."""
+    If a node has fewer cores than ranks, each of its ranks gets all cores of the node. Ranks without a node
+    get equal shares of all cores, or () if there are fewer cores than such ranks."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -293,7 +293,7 @@ def inference_precision(setting: str, device: torch.device) -> Precision:
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """Allow TF32 for fp32 matrix products on a GPU, unless the run's precision is fp32, because the MFU of
-    an fp32 run is relative to the device's fp32 peak."""
+    """Allow TF32 for fp32 matrix products on a GPU. Forbid it if the run's precision is fp32: the MFU of such
+    a run is relative to the device's fp32 peak."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

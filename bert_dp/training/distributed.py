@@ -77,7 +77,7 @@ class HostCollectives:
         return value
 
     def broadcast_failure(self, failure: Failure | None) -> Failure | None:
-        """Return rank 0's failure on every rank. Collective."""
+        """Return rank 0's `failure`, which can be None, on every rank. Collective."""
         data = self.broadcast(None if failure is None else failure.model_dump(mode="json"))
         return None if data is None else Failure.model_validate(data)
 
@@ -117,8 +117,8 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
 
 
 def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
-    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or if ranks that must share a node do not.
-    `sets`: result of `rank_sets` in config/checks.py."""
+    """Raise ConfigError if ranks share a GPU, which NCCL rejects, or if ranks that must share a node are on
+    different nodes. `sets`: result of `rank_sets` in config/checks.py."""
     issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
@@ -135,7 +135,7 @@ def connect(
     world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and create the gloo group for host values. `store`:
-    None = call `rendezvous`. `group_of_one`: create a group even for a single rank, for its engine."""
+    None = call `rendezvous`. `group_of_one`: True if the engine needs a group even for a single rank."""
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
     if store is None:
@@ -154,7 +154,7 @@ def connect(
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
     """List the last `count` collectives that this rank has started, oldest first; [] if torch has no flight
-    recorder. `sizes` are the shapes of the inputs."""
+    recorder. Key `sizes`: the shapes of the inputs."""
     collectives: list[dict[str, Any]] = []
     # private functions of torch, for the flight recorders of other backends and of NCCL
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -229,14 +229,16 @@ class SharedClock:
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least those of
-        the last exchange, which may have predicted a longer step. A resumed run thus loses no progress."""
+        """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least those
+        that the last exchange returned. That result is a prediction and can be ahead of the clock, but
+        progress must not decrease when the run is resumed."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
         """Return the amount spent (seconds or share) at the start of this step, and any rank's stop request.
-        The amount never decreases. The first call returns the initial elapsed_s or rank 0's share. The second
-        call waits for rank 0, because the first one could not predict the step's end. Collective."""
+        The amount never decreases. The first call returns the initial elapsed_s or rank 0's share. The first
+        two calls wait for the other ranks: before the first step has ended, rank 0 cannot predict when the
+        next one starts. Collective."""
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
             self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)
@@ -253,7 +255,8 @@ class SharedClock:
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
         """Return whether a budget in dollars or kWh allows an evaluation or a save without using its reserve.
-        Return True for other budgets. `pause`: field of `spending` with the expected seconds. Collective."""
+        Return True for other budgets. `pause`: field of `spending` that has the expected duration
+        in seconds. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
@@ -264,7 +267,8 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """After a pause, whose length no rank could predict, send the new amount spent. Collective."""
+        """Replace the amount sent before a pause, because it does not include the pause. Does nothing without
+        `spending`. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)

@@ -212,7 +212,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
 
 
 def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
-    """Yield the next `count` micro batches. While waiting for one, the heartbeat is in phase `data`."""
+    """Yield the next `count` micro batches. During a fetch, the heartbeat is in phase `data`."""
     for _ in range(count):
         trainer.heartbeat.enter("data")
         batch = trainer.stream.next()

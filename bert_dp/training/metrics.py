@@ -48,7 +48,7 @@ class Timers:
         host_s = time.perf_counter() - self._host_start
         phases, start = self._phases, self._step_start
         if self._cuda and phases and not phases[-1][1].query():
-            host_s = 0.0  # the device has not completed the last phase, so it lags behind the host
+            host_s = 0.0  # the device has not begun the last phase, so it lags behind the host
         self._phases = []
         self.restart()
         self._finished.append((phases, start, self._step_start, host_s))
@@ -82,8 +82,9 @@ class Timers:
 def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
-    """Return the ratio of the slowest rank's compute time to the median of the others', and the straggler:
-    its rank, its ratio, and the seconds per step for which the others wait. Either result can be None.
+    """Return the ratio of the slowest rank's compute time to the median of the others', and a description of
+    the straggler: its rank, this ratio, and the seconds per step for which the others wait. The ratio is None
+    if it is undefined. The description is None if the ratio or the number of steps is too small.
     `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
@@ -99,8 +100,8 @@ def straggler(
 
 
 def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the seconds of each step for which the device waited for data. The host may wait while the GPU
-    still computes, so a wait is limited to the step's time outside PHASES. `phases`: see `Timers.drain`."""
+    """Return, for each step, the seconds for which the device waited for data. The host may wait while the
+    GPU still computes, so a wait is limited to the step's time outside PHASES. `phases`: see Timers.drain."""
     busy = zip(*(phases[name] for name in PHASES), strict=True)
     return [
         min(wait, max(0.0, step - sum(parts)))
@@ -110,7 +111,8 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 class Meter:
     """Measurements for the next log line and, in `totals` (seconds), for the summary. They exclude the dry
-    run. `tokens_per_sample`: mean, without padding. `skipped`: steps skipped before the run was resumed."""
+    run. `tokens_per_sample`: mean, without padding. `skipped`: number of steps skipped before the run
+    was resumed."""
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Meter:
 
     def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
         """Record one step without a device sync. `loss` (this replica's share of the mean loss) and `norm`
-        (reduced) are device scalars; `wait_s`: see `start`."""
+        (that of the reduced gradient) are device scalars; `wait_s`: see `start`."""
         self._loss, self._norm = loss, norm
         bad = ~norm.isfinite()
         self.skipped += bad
@@ -214,8 +216,9 @@ class Meter:
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """Gather each rank's values since the last line: loss share, peak memory in GiB, and seconds of data
-        wait, of each phase in TIMED and of the interval. Return [N, 7], and set `steps`."""
+        """Gather each rank's values: share of the last step's loss, peak memory in GiB and, since the last
+        line, the seconds of waiting for data, of each phase in TIMED and in total (`seconds`). Return them
+        as [N, 7]. Also set `self.steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
@@ -262,7 +265,7 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reduction not hidden by backward in DDP's last timed step; None if unknown."""
+    """Return the seconds of reduction that did not overlap backward in DDP's last timed step, or None."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
@@ -315,7 +318,7 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
     """Return the reason to fail if all steps were skipped or the budget allowed no step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
-        return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
+        return f"before the first step, set-up and the reserve for the end use up schedule.{unit}; raise it"
     if not step or skipped < step:
         return None
     return (

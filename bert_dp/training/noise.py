@@ -31,8 +31,8 @@ CommHook = Callable[[Any, Any], Any]
 
 
 class NormPairs:
-    """Collector of two norms per step, before clipping: of a small batch's mean gradient, and of the global
-    batch's. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
+    """Collector of two norms per step, before clipping: the norm of a small batch's mean gradient and that of
+    the global batch's. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
 
     The small batch is one replica's share of the global batch or, with one replica, the first micro batch.
 
@@ -94,8 +94,8 @@ class NormPairs:
         self._begin()
 
     def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
-        """Return lines of noise.jsonl, one per batch size, for the steps since the last drain up to `step`.
-        Omit skipped steps, and steps whose small batch is the whole batch. Collective."""
+        """Return lines of noise.jsonl for the steps since the last drain up to `step`, one for each size of
+        the global batch. Omit skipped steps, and steps whose small batch is the whole batch. Collective."""
         ended, self._ended = self._ended, []
         if not ended:
             return []

@@ -1,4 +1,4 @@
-"""Set up a rank's world, signals and log before torch is imported. Write heartbeat and records. Torch-free.
+"""Set up a rank's world, signals and log before importing torch. Write its heartbeat and records. Torch-free.
 
 The heartbeat is a memory-mapped file, which the launcher may read. The rank writes it without a system call
 and never waits for a reader.
@@ -25,7 +25,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import FailureKind
 
-GC_THRESHOLD = 100_000  # new objects; each block recomputed in backward leaves 7 of them (about 0.5 KB)
+GC_THRESHOLD = 100_000  # new objects; each block that backward recomputes leaves 7 (about 0.5 KB)
 
 
 class RunFailed(RuntimeError):
@@ -147,8 +147,8 @@ def show_stacks_on_signal(rank: int) -> None:
 
 
 def follow_launcher() -> None:
-    """Exit as soon as the launcher exits for any reason. torchrun starts each worker in a separate session,
-    so nothing else would stop this process. Does nothing without a launcher."""
+    """Exit as soon as the launcher has exited, for whatever reason. torchrun starts each worker in a separate
+    session, so nothing else would stop this process. Does nothing without a launcher."""
     pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
         return

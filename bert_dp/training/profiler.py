@@ -28,7 +28,7 @@ class StepTrace:
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
         """Start or stop recording if the plan requires it. `step`: last completed step. `at_end`: stop in any
-        case. Step times exclude this pause. Collective."""
+        case. The time that this takes does not count in step times. Collective."""
         plan = self._plan
         if plan is None:
             return

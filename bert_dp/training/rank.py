@@ -116,7 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
     parser.add_argument("--run-dir", type=Path, help="run directory; default: the one that contains config")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run files named by task and optim.name")
+    parser.add_argument("--allow-code", action="store_true", help="execute the files in task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 means 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
@@ -211,7 +211,8 @@ def run(
         unit = config.schedule.unit
         spending: Spending | None = None
         if unit in METERED:
-            # an exit must stop the processes that set-up started, so it is slow if set-up was slow
+            # time needed at the end: a save, then the exit, which stops the processes that set-up started
+            # and therefore takes longer after a long set-up
             end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
             spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
@@ -230,9 +231,9 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. Under a
-    launcher, which has locked RUN_LOCK, wait up to EXIT_WAIT_S for .lock: only a rank 0 that the launcher has
-    killed and that has not exited yet can still hold it."""
+    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. A
+    launcher holds RUN_LOCK for its ranks, so lock only .lock. It may still belong to a rank 0 that the
+    launcher has killed and that has not exited yet; wait up to EXIT_WAIT_S for it."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):

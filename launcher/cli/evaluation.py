@@ -16,7 +16,7 @@ def eval_glue(
     words: opt.Settings = None,
     data: opt.GlueData = None,
     tasks: Annotated[
-        Sequence[str], opt.parsed(opt.words, "NAME,...", "GLUE tasks; default: all with files in --data.")
+        Sequence[str], opt.parsed(opt.words, "NAME,...", "GLUE tasks; default: all tasks in --data.")
     ] = (),
     seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is their median.")] = 5,
     init: opt.Init = "checkpoint",
@@ -44,7 +44,10 @@ def eval_glue(
 
 def eval_mlm(
     run: opt.Run,
-    texts: Annotated[list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs to compare come first.")],
+    texts: Annotated[
+        list[str],
+        Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs to compare with RUN go before the texts."),
+    ],
     documents: Annotated[str, Option(help="Document separator in plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
@@ -130,7 +133,7 @@ def export_check(
         Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Source run; default: searched in ., runs/ and next to DIR.")
+        Path | None, Option(metavar="RUN", help="Source run; default: found in ., runs/ or next to DIR.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

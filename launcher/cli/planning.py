@@ -81,7 +81,7 @@ def plan_fit(
     from launcher.report.page import show_result
 
     if (table is None) == (not runs):
-        raise ConfigError([Issue("RUNS", "missing", "pass runs or --table, not both", None, "--table")])
+        raise ConfigError([Issue("RUNS", "missing", "pass either runs or --table", None, "--table")])
     if issues := budget.folder_issues("--out", out):
         raise ConfigError(issues)
     found = fit.fit_runs(fit.read_table(table)) if table else fit.fit_runs(*fit.read_runs(runs or []))
@@ -108,7 +108,7 @@ def plan_scaling(
     ] = None,
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
     gpus_per_node: Annotated[
-        int | None, Option(min=1, help="GPUs per node; default: 8, or all GPUs without --link and --inter.")
+        int | None, Option(min=1, help="GPUs per node; default: 8, or all if no --link or --inter is given.")
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",

@@ -208,9 +208,9 @@ def doctor(
 ) -> int:
     """Check this machine before a run.
 
-    In under 30 s, checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip
-    and an all-reduce. With several nodes, node 0 also compares the nodes' versions, data, clocks and view of
-    --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
+    Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
+    all-reduce, and takes less than 30 s. With several nodes, node 0 also compares the nodes' versions, data,
+    clocks and view of --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_result

@@ -89,7 +89,7 @@ def train(
         overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-        if not dry_run:  # the micro batch has run, so the memory need not be estimated
+        if not dry_run:  # a trial or an earlier run used this micro batch, so it fits in memory
             options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
@@ -242,7 +242,7 @@ def configs(
 ) -> int:
     """List the shipped configurations, or print one.
 
-    The list shows the transformers class of each model. It ends with the Slurm script, slurm.sbatch.
+    The list shows the transformers class of each model. The last entry is the Slurm script, slurm.sbatch.
     """
     scripts = {path.name: path for path in shipped_configs().glob("*.sbatch")}
     if name is not None:

@@ -91,13 +91,15 @@ def tune_batch(
 def tune_lr(
     words: opt.Words = None,
     nproc: Annotated[int | None, Option(min=1, help="Ranks per trial; default: one replica's ranks.")] = None,
-    rates: Annotated[int, Option(min=3, max=20, help="Rates in the first rung, a factor of 2 apart.")] = 5,
-    seeds: Annotated[int, Option(min=1, max=100, help="Seeds per rate in the last rung.")] = 3,
+    rates: Annotated[
+        int, Option(min=3, max=20, help="Number of learning rates in the first rung, a factor of 2 apart.")
+    ] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Seeds per learning rate in the last rung.")] = 3,
     tokens: Annotated[
-        float | None, Option(min=1, help="Tokens of a whole run; default: as configured.")
+        float | None, Option(min=1, help="Number of tokens of a whole run; default: as configured.")
     ] = None,
     budget: Annotated[
-        float | None, opt.parsed(opt.seconds, "TIME", "Total time; runs are shortened to fit: 90s, 30m, 2h.")
+        float | None, opt.parsed(opt.seconds, "TIME", "Total time (90s, 30m, 2h); runs are shortened to fit.")
     ] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,

@@ -71,9 +71,9 @@ def load(
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
-    """Return the levels of a student's configuration that do not depend on the examples. The student is a
-    BiLSTM, a pretrained run with its weights, or the model of a configuration with random weights. Raise
-    ConfigError if `student` or `embeddings` is unusable."""
+    """Return those levels of the student's configuration that do not depend on the examples. `student`:
+    `bilstm`, a pretrained run (the student starts from its weights), or a configuration (the student is its
+    model, with random weights). Raise ConfigError if `student` or `embeddings` is unusable."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":

@@ -64,7 +64,7 @@ class GlueScore(StoredModel):
     seeds: list[float | None]  # in the order of the trials; null: the trial failed
     median: float | None
     sd: float | None  # standard deviation over the seeds; null for one seed
-    majority: float | None  # score of always giving train's most frequent label or mean; null: undefined
+    majority: float | None  # score of always predicting train's most frequent or mean label; null: undefined
     examples: int  # number of examples in the dev set
     truncated: int  # number of examples longer than the sequence length
     in_train: int | None  # number of examples whose texts also occur in train
@@ -167,7 +167,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
     """Return the GLUE average, or None if a task lacks scores, and the tasks that lack scores."""
-    medians: list[float] = []  # nine: MNLI has two
+    medians: list[float] = []  # nine, because MNLI has two dev sets
     lacking = []
     for name in AVERAGED:
         metric = AVERAGED_METRICS.get(name, "accuracy")
@@ -193,7 +193,7 @@ SCORES = (
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
-    "Scores are out of 100: medians over the seeds, with standard deviations (sd). Differences are means "
+    "Scores are medians over the seeds, out of 100, with standard deviations (sd). Differences are means "
     "over the common seeds, with 95 % intervals by Student's t. The intervals do not include the variation "
     "between pretraining runs."
 )
@@ -250,7 +250,7 @@ def _remark(task: GlueTask, score: GlueScore) -> str:
 def _verdicts(glue: Glue) -> list[page.Verdict]:
     verdicts = []
     if glue.average is not None:
-        text = f"GLUE average {format_points(glue.average)} on dev: mean of nine scores, medians over seeds."
+        text = f"GLUE average on dev: {format_points(glue.average)}, the mean of nine medians over seeds."
         verdicts.append(page.Verdict("ok", text, [f"Tasks: {', '.join(AVERAGED)}; MNLI counts twice."]))
     elif glue.not_averaged:
         text = f"No GLUE average: official, complete scores are missing for {', '.join(glue.not_averaged)}."

@@ -44,7 +44,7 @@ def evaluate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Measure `run`, and the runs at the start of `texts`, on the remaining `texts`. Return the exit code.
+    """Measure `run` on `texts`, which may start with more runs to measure. Return the exit code.
 
     `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raise ConfigError if a run or text is
     unusable, and RunFailed if a loss is not finite.

@@ -25,7 +25,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Observation of `doctor` and, unless its level is ok, the consequence and a fix."""
+    """A finding of `doctor`: an observation and, unless `level` is ok, its consequence and a fix."""
 
     level: Level
     message: str
@@ -155,7 +155,7 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
         is_near = not {"SYS", "NODE"} & set(links)
         findings.append(_finding(is_near, f"GPU links (nvidia-smi topo -m): {shown}", effect, fix))
     if off := "; ".join(f"{code} {pairs}" for code, pairs in transfers.items() if code != "OK"):
-        effect = "each transfer goes through the host's memory, or NCCL may hang"
+        effect = "NCCL transfers data through the host's memory, or hangs"
         fix = "disable ACS and the IOMMU in the BIOS, or set NCCL_P2P_DISABLE=1 to avoid the hang"
         findings.append(Finding("warn", f"P2P is off: {off}", effect, fix))
     return findings
@@ -188,7 +188,7 @@ def loopback() -> Finding:
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Measure with `module` how fast a checkpoint is written, verified and loaded in `existing(target)`."""
+    """Measure how fast `module` writes, verifies and loads a checkpoint in the folder `existing(target)`."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:
@@ -230,7 +230,7 @@ def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
 
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
-    """Run `python -m module` and return the last JSON object that it prints, or None and the error."""
+    """Run `python -m module`. Return (last JSON object that it prints, ""), or (None, error) without one."""
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
     return (json.loads(lines[-1]), "") if lines else (None, error or "it printed no result")

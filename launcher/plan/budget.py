@@ -32,14 +32,14 @@ Origin = Literal["published", "stated"]  # origin of a cost; stated: given as an
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
 OLD_DAYS = 180  # age in days above which a price or CO2 value causes a warning
-WIDE, DEEP = 64, 48  # width / layers of the two families: as in BERT-base and in the crammed BERT
+WIDE, DEEP = 64, 48  # width / layers of wide and deep models: as in BERT-base and in the crammed BERT
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
 MAX_EPOCHS = 4  # up to this many, repeated text is worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget above which a plan is unreliable
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
 
-# published answers: the best number of parameters for a budget in FLOPs, and the source of the answer
+# published scaling laws: the best number of parameters for a budget in FLOPs, and the source of the law
 PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
     "20 tokens per parameter": (lambda c: math.sqrt(c / 120), "autoregressive LMs, arXiv 2203.15556"),
     "200 tokens": (
@@ -53,8 +53,8 @@ PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
     ),
 }
 DISAGREE = (
-    "published answers for masked LMs differ by more than a factor of ten, so none is chosen: fit your own "
-    "runs (`bert-dp plan fit`), or pass --tokens-per-parameter"
+    "published scaling laws for masked LMs give sizes that differ by more than a factor of ten, so none is "
+    "chosen: fit your own runs (`bert-dp plan fit`), or pass --tokens-per-parameter"
 )
 MANY_EPOCHS = (
     "{:.1f} epochs: after {}, repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
@@ -87,7 +87,7 @@ class BudgetPlan(StoredFile):
     hours: float
     figures: dict[str, PlannedFigure]
     models: list[PlannedModel]
-    is_chosen: bool  # true: the first model is the answer; false: the published answers disagree
+    is_chosen: bool  # true: the first model is the answer; false: the published scaling laws disagree
     warnings: list[str] = []
 
 
@@ -103,7 +103,7 @@ class SourcedValue(StoredFile):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Number of devices, price and power of one device, PUE, and CO2 per kWh. None if unknown."""
+    """Number of devices, price and power of one device, PUE, and CO2 per kWh. Unknown values are None."""
 
     gpus: int
     price: float | None = None  # dollars per hour
@@ -115,7 +115,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Costs of one hour on all devices: dollars, kWh, kg of CO2, hours (always 1). None if unknown."""
+        """Costs of one hour on all devices: hours (1), dollars, kWh, kg of CO2. Unknown costs are None."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -135,7 +135,7 @@ class Costs:
         return amount / per_hour
 
     def figures(self, hours: float) -> dict[str, PlannedFigure]:
-        """Return the costs of `hours` of training: hours, dollars, kWh and kg of CO2. None if unknown."""
+        """Return the costs of `hours` of training: hours, dollars, kWh, kg of CO2. Unknown costs are None."""
         found = {}
         for name, rate in self.per_hour.items():
             origin, note = self.notes.get(name, ("stated", ""))
@@ -183,7 +183,7 @@ class BudgetOptions:
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "required without --from or a --frontier with measured speeds of three or more sizes"
+            message = "required unless --from gives the speed, or --frontier that of three or more sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"
@@ -209,8 +209,8 @@ class BudgetOptions:
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
         """Return a function that maps a configuration to its speed. The speed is read from --from, estimated
-        for --gpu or interpolated between the frontier's runs. Raises ConfigError if the run or benchmark in
-        --from has other settings."""
+        for --gpu or interpolated between the frontier's runs. Raises ConfigError if --from was measured with
+        another model, sequence length, precision or number of devices."""
         gpu = self.gpu
         if self.from_ is not None:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
@@ -248,9 +248,9 @@ class BudgetOptions:
 def plan_budget(
     options: BudgetOptions, out: Path, page: Path | None = None, today: datetime.date | None = None
 ) -> tuple[BudgetPlan, Path | None]:
-    """Plan a budget; return the plan, and the path of the configuration if one was written.
+    """Plan training for a budget; return the plan, and the path of the configuration if one was written.
 
-    Writes the configuration to `out` if a size was chosen, and a planner to `page`. Raises ConfigError.
+    Writes the configuration to `out` if a size was chosen, and a calculator to `page`. Raises ConfigError.
     """
     unit, amount = options.budget()
     base = load_named("--config", options.config)
@@ -271,7 +271,7 @@ def plan_budget(
         prices = {name: found.value for name, found in sourced_values(PRICES).items()}
         data = planner_page.planner_data(family(base), frontier, prices, costs.pue, costs.grams_per_kwh)
         sizes = options.frontier or "your tokens-per-parameter ratio"
-        origin = f"model and batch of {options.config}; sizes from {sizes}"
+        origin = f"model and batch of {options.config}; best sizes from {sizes}"
         state = unit, amount, options.gpu, options.gpus, costs.price
         files.write_text(page, planner_page.planner_html(data, origin, plan.warnings, *state))
     return plan, out if plan.is_chosen else None
@@ -286,7 +286,7 @@ def folder_issues(option: str, path: Path) -> list[Issue]:
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
-    """Read a file of sourced values. Raises ConfigError for a value without a date or source."""
+    """Read prices.yaml or grid.yaml. Raises ConfigError for a value without a date or source."""
     rows = dict(read_yaml(path)).items()
     return {str(name): results.parse(row, SourcedValue, f"{path}: {name}") for name, row in rows}
 
@@ -332,9 +332,11 @@ def make_plan(
     rate_of: Callable[[Config], Rate],
     fit: Frontier | None = None,
 ) -> BudgetPlan:
-    """Plan a budget. Without a frontier, a ratio or keep_model, published scaling laws determine the sizes.
+    """Plan training for a budget.
 
-    `rate_of` returns the tokens/s of a configuration, or raises ConfigError if it does not fit the device.
+    Without a frontier, a ratio or keep_model, published scaling laws determine the sizes. `rate_of` returns
+    the tokens/s of a configuration, or raises ConfigError if the model does not fit the device.
+
     Raises ConfigError if the budget is too small for every size, or larger than the largest size can use.
     """
     unit, amount = options.budget()
@@ -376,7 +378,7 @@ def make_plan(
         shapes = family(base, WIDE) if name == "wide" else configs
         config = shapes[nearest([size_of(each) for each in shapes], size)]
         with contextlib.suppress(ConfigError):  # a wide model may not fit the device
-            # setdefault, because deep and wide are the same shape at two layers
+            # setdefault, because a small budget can give the same two-layer model for deep and wide
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
         warnings.append(small(flops))
@@ -463,10 +465,10 @@ def small(flops: float) -> str:
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return the size that each published answer recommends for `hours` of training.
+    """Return the size that each published scaling law recommends for `hours` of training.
 
-    An answer maps compute to a best size, but the compute spent in `hours` depends on the size. The result is
-    the size that is closest to the best size for its own compute.
+    A law maps compute to a best size, but the compute spent in `hours` depends on the size. The result is the
+    size that is closest to the best size for its own compute.
     """
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
@@ -493,7 +495,7 @@ def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Fro
 
 
 def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
-    """Return `value` as a figure. It is proportional to the speed, so its relative interval is the same."""
+    """Return `value`, which is proportional to the speed, as a figure with the speed's relative interval."""
     ends = [value / rate.factor, value * rate.factor]
     return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 
@@ -501,7 +503,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 def _fitted(
     fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
-    """Return the figure shown(value(law)). First widen the interval of value(law) by `more` in quadrature."""
+    """Return shown(value(law)) as a figure. `more` widens the interval of value(law) in quadrature."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
     ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} completed runs"
@@ -518,7 +520,8 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
     beyond = flops / fit.budgets[-1]
     if beyond > MAX_EXTRAPOLATION:
         warnings.append(
-            f"{beyond:.0f} x the largest fitted budget; above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
+            f"the compute is {beyond:.0f} x the largest fitted budget; "
+            f"above {MAX_EXTRAPOLATION:g} x, the plan is unreliable"
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
@@ -530,7 +533,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
-    """Return a report with the figures and with the models or the published answers."""
+    """Return a report with the figures and with the models or the sizes by published scaling laws."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()
@@ -548,7 +551,7 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
     not_written = (
         [] if written else [Verdict("info", "No size was chosen, so no configuration was written.", [hint])]
     )
-    title = "Models for the budget" if plan.is_chosen else "Published answers, none chosen"
+    title = "Models for the budget" if plan.is_chosen else "Sizes by published scaling laws (none chosen)"
     return Report(
         "bert-dp: budget plan",
         verdicts=[*(Verdict("warn", text) for text in plan.warnings), *not_written],

@@ -68,7 +68,7 @@ def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
     """Print three predictions for a job from `on_gpus`: micro batch, speed, and training time or tokens."""
     config, count = job.config, job.gpus
     if nodes > 1:
-        text = "speed   not predicted for several nodes; use `bert-dp plan scaling --gpu T --inter LINK`"
+        text = "speed   not predicted for several nodes; use `bert-dp plan scaling --gpu NAME --inter LINK`"
         return show(console, text, **PLAIN)
     link, precision = gpu_speed.link_of(gpu, count), config.precision
     row, factor = gpu_speed.predicted_step(config, gpu, count, precision, config.batch.micro_size)

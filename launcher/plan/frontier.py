@@ -80,14 +80,14 @@ class Frontier(StoredFile):
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
     """Laws fitted to runs resampled within budgets. Budgets are resampled too if there are six or more."""
-    left_out: list[LossLaw] = Field(min_length=2)  # laws fitted to the runs of all budgets but one
+    left_out: list[LossLaw] = Field(min_length=2)  # for each budget, the law fitted without its runs
     others: list[LossLaw] = []  # other local minima that fit nearly as well
     exponent: float | None = None
     exponent_ci95: Interval | None = None
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Factor between the best sizes by the law and by parabolas: median over the budgets that have both."""
+    """Factor between the best sizes by the law and by parabolas: median over the budgets not in `outside`."""
     outside: list[float] = []  # budgets for which the sizes that were run do not enclose a minimum
     mask_rate: float | None = None
     sequence_length: int | None = None

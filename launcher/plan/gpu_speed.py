@@ -31,7 +31,7 @@ OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # bytes per parameter t
 
 
 class GpuStep(NamedTuple):
-    """Inputs of the estimate for one GPU: one micro batch and one optimizer step of a model."""
+    """Inputs of `estimate`: a model, its micro batch, precision and optimizer, and the speed of a GPU."""
 
     model: ModelConfig
     length: int  # tokens per sequence
@@ -100,7 +100,7 @@ def memory_gib(gpu: str) -> float:
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of `configs`, ascending in size, without those too large for the device."""
+    """Return the rates of `configs`, which ascend in size, up to the last one that fits the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:

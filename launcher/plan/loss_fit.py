@@ -1,7 +1,7 @@
 """Fit the loss law L(N, D) = E + A N^-a + B D^-b to completed runs.
 
-For a given pair of exponents a and b, the law is linear in E, A and B: least squares gives E, A, B >= 0, and
-only a and b are searched (variable projection, Golub & Pereyra 1973).
+For a given pair of exponents a and b, the law is linear in E, A and B, and least squares gives E, A, B >= 0.
+The search is therefore over a and b only (variable projection, Golub & Pereyra 1973).
 """
 
 import math
@@ -103,7 +103,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Minimise the summed Huber loss / HUBER^2 over the five constants. Return the minimum and its law."""
+    """Minimise the summed Huber loss / HUBER^2 over the five constants. Return the minimum and the law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]

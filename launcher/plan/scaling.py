@@ -138,8 +138,8 @@ def predict_measured(scaling: Scaling) -> Prediction | None:
 def scenario_of(
     source: PlanSource, spec: PlanSpec, ranks: int, tensor: int = 1, accumulation: int = 1
 ) -> Scenario:
-    """Return the scenario of one row. Without --link, it uses the all-reduce times of the smallest
-    measured number of ranks that is at least `ranks`, or else of the largest one."""
+    """Return the scenario of one row. Without --link, it uses the all-reduce times measured over one number
+    of ranks: the smallest that is at least `ranks`, or else the largest."""
     curve = None
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
@@ -318,7 +318,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     slowdowns = {ranks: statistics.median(values) for ranks, values in ceilings.items()}
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
-        notes.append(f"slowdown of N ranks, from the ceiling ({counts}; more ranks: the last factor)")
+        notes.append(f"slowdown of N ranks: 1 / ceiling efficiency ({counts}; more ranks: the last factor)")
     curves = {
         # sorted, so that the dict keeps the longest of several times at one size
         each.world_size: AllReduceCurve(
@@ -328,7 +328,9 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         if each.points
     }
     if curves:
-        notes.append(f"all-reduce without --link: measured over {', '.join(map(str, curves))} ranks")
+        notes.append(
+            f"without --link, all-reduce times are those measured over {', '.join(map(str, curves))} ranks"
+        )
     peak = peak_flops(profile.device, profile.precision)
     if peak:
         notes.append(f"MFU: share of {peak / 1e12:g} TFLOP/s per GPU ({profile.device}, {profile.precision})")
@@ -363,7 +365,7 @@ def source_of_rate(
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if not micro_s > MIN_MICRO_S:
-        message = f"{seq_per_s:g} sequences/s leave no time for the micro batches"
+        message = f"{seq_per_s:g} sequences/s is too high: no time would remain for the micro batches"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
     profile = estimated_profile(device, precision, micro, length, shape, micro_s, optimizer_s)

@@ -98,7 +98,7 @@ class AllReduceCurve:
     points: Mapping[float, float]
 
     def seconds(self, size: float) -> float:
-        """Interpolate the time. It is constant below the smallest size, proportional above the largest."""
+        """Interpolate the time: constant below the measured sizes, proportional to `size` above them."""
         least, greatest = min(self.points), max(self.points)
         if size <= least:
             return self.points[least]
@@ -135,16 +135,16 @@ class Fabric:
         return self.speed * min(rates)
 
     def replicas(self, tensor: int) -> Fabric:
-        """Return the part of the fabric that one gradient reduction can use. `tensor` neighbouring ranks form
-        a replica, so fewer ranks of a node take part, and `tensor` reductions share its NICs."""
+        """Return the part of the fabric that one gradient reduction can use. A replica consists of `tensor`
+        neighbouring ranks. A reduction includes only one of them, and `tensor` reductions share the NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
-        """Return the seconds of the fastest protocol and algorithm for a collective of `size` bytes per rank.
+        """Return the seconds that a collective of `size` bytes per rank takes.
 
-        "rooted" is a reduce to one rank or a broadcast from one rank, along a chain that sends each byte once
-        over each hop.
+        Uses `curve`, if set, within one node, and otherwise the fastest protocol and algorithm. "rooted" is a
+        reduce to one rank or a broadcast from one rank along a chain that sends each byte once over each hop.
         """
         if ranks <= 1 or size <= 0:
             return 0.0
@@ -251,7 +251,7 @@ def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
 def layer_gradients(
     model: ModelConfig, parameters: int, width: float, backward_s: float
 ) -> list[MeasuredGradient]:
-    """Estimate the gradients of a model without a profile. `width`: bytes per element.
+    """Estimate the sizes of a model's gradients and when they are ready. `width`: bytes per element.
 
     The gradients of the blocks are ready at equal intervals in the backward pass. The embedding's gradient,
     which covers all remaining `parameters`, is ready last, because the decoder is tied to the embedding.

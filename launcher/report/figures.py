@@ -28,7 +28,7 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return a figure's data and layout for Plotly.react, its name, and the label of its log-scale switch."""
+    """Return a figure's plotly data and layout, its name, and the label of its log-scale switch."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
@@ -66,7 +66,7 @@ def text_of(text: str, limit: int = 0) -> str:
 
 
 def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
-    """Return a trace's legend settings. Traces of the same name share one entry. A click on it hides them."""
+    """Return a trace's legend settings. One legend entry shows or hides all traces of the same name."""
     first = next(t for t in figure.traces if t.label == trace.label)
     name = text_of(trace.label, LABEL_CHARS)
     return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}
@@ -149,7 +149,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Return the shapes of the horizontal lines. A label is above its line, or below a line at the top."""
+    """Return the shapes of the horizontal lines. A label is above its line, unless no value is higher."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

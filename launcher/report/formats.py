@@ -107,7 +107,7 @@ def count_of(count: object, noun: str) -> str:
 
 
 def unit_of(name: str) -> Unit:
-    """Return the unit of a metric from the last word of its name, e.g. seconds for `step_time_s`."""
+    """Derive the unit of a metric from the last part of its name, e.g. seconds from `step_time_s`."""
     units: dict[str, Unit] = {"s": "seconds", "gib": "gib", "share": "percent", "steps": "count"}
     return units.get(name.rpartition("_")[2], "si")
 

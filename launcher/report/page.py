@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "warn", "fail", "info"]
 Style = Literal["line", "dashed", "dotted", "marks", "both"]
-"""Style of a line. `marks`: only marks; `both`: line and marks. A dotted line shows unmeasured values."""
+"""Style of a line. `marks`: only markers; `both`: line and markers. A dotted line shows unmeasured values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Report:
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
-    tiles: Sequence[TableRow] = ()  # rows with one value, which the page highlights
+    tiles: Sequence[TableRow] = ()  # rows with one value; the page highlights them
     sections: Sequence[ReportSection] = ()
     next: str = ""  # suggested next command
 
@@ -193,7 +193,7 @@ def record(title: str, content: Mapping[str, Any]) -> ReportSection:
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Join `front` with the processor, torch version, commit and date that `environment` records, if any."""
+    """Join `front` (texts) with the recorded processor, torch version, commit and date. Omit unknown ones."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]

@@ -18,7 +18,7 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; TRAIN_PARTS are the parts of `train`
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # no overlap; TRAIN_PARTS are parts of `train`
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
 NUM_STRETCHES = 500  # a long log is split into this many parts; at most five lines of each are kept
 
@@ -130,11 +130,12 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
 
 
 def _completed(summary: Summary | None, logged: Summary) -> Summary:
-    """Complete the summary of a run that was killed, or stopped before its last evaluation, from `logged`."""
+    """Return `summary` with its gaps filled from `logged`, the summary built from the other files. A run that
+    is killed, or stops before its last evaluation, leaves gaps."""
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}
-    if summary.samples is not None:  # rank 0 wrote it, so only the last evaluation can be missing
+    if summary.samples is not None:  # rank 0 wrote this summary, so only the last evaluation can be missing
         is_later = summary.status != "done" and summary.heldout_loss is None
         unknown = {"heldout", "heldout_loss", "heldout_step"} if is_later else set()
     return summary.model_copy(update={name: getattr(logged, name) for name in unknown})

@@ -1,4 +1,4 @@
-"""Build the report of one run or the comparison of several. Each number is shown with its denominator."""
+"""Build the report of one run or the comparison of several. Notes give the denominator or scope of values."""
 
 import collections
 import contextlib
@@ -46,8 +46,8 @@ from launcher.stats import NORMAL
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
     """Return the half-width of the held-out loss's 95 % interval, in the loss's unit; None if not measured.
 
-    `seeds`: if the loss is a mean over runs, the losses of these runs on the same text. The sampling error of
-    the text and the error of the mean are independent, so they are added in quadrature.
+    `seeds`: if the loss is a mean over runs, the losses of these runs on the same text. The error due to the
+    choice of text and the error of the mean over runs are independent, so they are added in quadrature.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -93,7 +93,7 @@ def score_name(name: str, heldout: HeldOut) -> str:
 
 
 HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
-"""Pattern of `topic label` for the rows that a run's page highlights."""
+"""Rows that a run's page highlights: a pattern for a row's topic and label, joined by a space."""
 MAX_PASSES = 4  # up to this many passes, repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
@@ -133,7 +133,7 @@ def _next(run: RunFiles) -> str:
     """Suggest a command: export a finished run, halve a diverged run's learning rate, or resume the run."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
-        if run.config.get("task"):  # an export needs the custom task's code, which only training executes
+        if run.config.get("task"):  # an export would need the custom task's code, but only `train` runs it
             return ""
         kind: Kind = "mlm" if run.heldout.examples is None else "classifier"
         form = "onnx"
@@ -205,7 +205,7 @@ CURVES = (
     ("Gradient norm", "grad_norm", Axis("L2 norm of the step's gradient, before clipping")),
     ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
 )
-"""Title, key in metrics.jsonl and y axis of each figure whose x axis is tokens."""
+"""Figures over tokens, other than the loss: title, key in metrics.jsonl and y axis."""
 
 
 def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
@@ -398,14 +398,14 @@ def _rates(run: RunFiles) -> list[TableRow]:
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
-        ("optimizer steps", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}{interval}"),
-        ("global steps", micro_rate, "global steps/s", micro),
-        ("samples", summary.samples_per_s, "samples/s", over),
-        ("tokens", summary.tokens_per_s, "tokens/s", over),
-        ("tokens per device", summary.tokens_per_s_per_gpu, "tokens/s", per_device),
+        ("optimizer step rate", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}{interval}"),
+        ("global step rate", micro_rate, "global steps/s", micro),
+        ("sample rate", summary.samples_per_s, "samples/s", over),
+        ("token rate", summary.tokens_per_s, "tokens/s", over),
+        ("token rate per device", summary.tokens_per_s_per_gpu, "tokens/s", per_device),
     ]
     rows = [
-        TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
+        TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "sample rate")
         for label, rate, unit, note in rates
     ]
     work = "compute time before any gradient reduction: slowest rank / median of the others"
@@ -429,7 +429,7 @@ def _times(run: RunFiles) -> list[TableRow]:
         rest = max(0.0, summary.command_s - wall)
         note = (
             f"{format_duration(summary.command_s)} from the start of the command to the end of the last rank"
-            ", minus the wall time; includes checks, data, and starting and stopping processes"
+            ", minus the wall time; includes checks, preparing data, and starting and stopping processes"
         )
         rows.append(value("start-up", rest, "duration", note))
     if parts:
@@ -591,7 +591,8 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # the files match the summaries
+        # the mean differs from b - a if a file and its summary come from different evaluations
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"
             return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)

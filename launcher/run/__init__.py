@@ -1,1 +1,1 @@
-"""Start and supervise runs, send their records to services, and run many short trials."""
+"""Start and supervise runs, send their records to experiment trackers, and run many short trials."""

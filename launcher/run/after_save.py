@@ -18,8 +18,8 @@ LOG = "logs/after-save.log"
 
 
 class AfterSave:
-    """Context manager that runs a command on each new checkpoint; call `poll` often. If several checkpoints
-    are saved while the command runs, it next runs on the newest of them only."""
+    """Context manager that runs a command on new checkpoints. `poll` looks for them and must be called often.
+    If several checkpoints are saved while the command runs, it next runs on the newest of them only."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
         """`command`: program and arguments; () = run nothing. `log`: function that prints a line."""
@@ -65,7 +65,7 @@ class AfterSave:
                 self._log(f"warning: the --after-save command cannot start: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint and its mtime (ns), or None. A repeated save changes the mtime."""
+        """Return the newest checkpoint and its mtime (ns), or None. A step saved again gets a new mtime."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns

@@ -39,7 +39,7 @@ def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[lis
 
 
 def _clock(nodes: peers.Coordinator, rank: int) -> Finding:
-    """Compare a node's clock with node 0's. The error is at most half the round-trip time."""
+    """Compare a node's clock with node 0's. The measurement error is at most half the round-trip time."""
     offset_s, error_s = nodes.clock_offset(rank)
     message = f"clock of {nodes.name(rank)}: {offset_s * 1e3:+.0f} ms ± {error_s * 1e3:.0f} ms from node 0's"
     if abs(offset_s) <= MAX_CLOCK_S + error_s:

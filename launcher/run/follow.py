@@ -32,7 +32,7 @@ def main(run_dir: Path, ranks: int, here: int) -> None:
     began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())
     config, log = load_config(run_dir / "config.yaml"), logger(console, as_json=False)
     machine = {**environment.probe(run_dir).to_json(), "command": command, "launcher": None}
-    files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its own facts
+    files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its device and library versions
     log(f"run directory: {run_dir}")
     with Loggers(run_dir, config.log.to, log), Display(run_dir, console, config) as display:
         os.write(0, b"\n")  # tells rank 0 to continue, because the display is ready

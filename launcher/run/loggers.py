@@ -1,8 +1,9 @@
-"""Send a run's records to TensorBoard, Weights & Biases, MLflow or trackio, with a child process per service.
+"""Send a run's records to TensorBoard, Weights & Biases, MLflow or trackio.
 
-A child, `python -m launcher.run.loggers RUN SERVICE`, runs until the launcher exits or closes the child's
-standard input. It prints lines for the user. The output of the service's library goes to logs/loggers.log.
-The exit code of a child is 0 if it sent everything, INCOMPLETE if it printed a warning.
+Each service has its own child process, `python -m launcher.run.loggers RUN SERVICE`. The child runs until the
+launcher exits or closes the child's standard input. It prints lines for the user. The output of the service's
+library goes to logs/loggers.log. The exit code of a child is 0 if it sent everything, INCOMPLETE if it
+printed a warning.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ WAIT_S = 0.02  # interval at which the launcher checks for exited children
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
 MLFLOW_PARAMS = 100  # maximum number of parameters in a request
-MLFLOW_CHARACTERS = 6000  # maximum length of a parameter or a tag; MLflow allows tags of 8000
+MLFLOW_CHARACTERS = 6000  # MLflow's limit for a parameter value; also used for tags, whose limit is 8000
 # record file -> (prefix added to its keys, keys that are not sent)
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
@@ -116,7 +117,7 @@ def incomplete(run_dir: Path, service: str, problem: str) -> str:
 
 
 def main(run_dir: Path, service: str) -> int:
-    """Send a run's records until standard input closes. Return 0, or INCOMPLETE after a logged exception."""
+    """Send a run's records until standard input closes. Return 0, or INCOMPLETE if sending failed."""
     for number in files.STOP_SIGNALS:  # the launcher decides when this process exits
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # gives priority to the ranks

@@ -91,7 +91,7 @@ def manager_variables(environ: Mapping[str, str]) -> Variables:
         job_port = SLURM_PORTS[int(get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)]
         found["Slurm"] = Variables(nodes, get("SLURM_NODEID"), first, job_port)
     if nodes := get("PET_NNODES", ""):
-        given = get("PET_NPROC_PER_NODE", "auto")  # torchrun also accepts gpu and cpu
+        given = get("PET_NPROC_PER_NODE", "auto")  # torchrun also accepts gpu and cpu; they count as auto
         nproc = given if given.isdecimal() else "auto"
         rank, host, port = get("PET_NODE_RANK"), get("PET_MASTER_ADDR"), get("PET_MASTER_PORT", str(PORT))
         found["Kubeflow"] = Variables(nodes, rank, host, port, nproc)
@@ -142,7 +142,8 @@ def _resolve(endpoint: str) -> tuple[str, int]:
 
 
 def _interface(name: str | None, address: str) -> str:
-    """Return `name`, or else the interface that routes to `address`. Raise ConfigError if it is absent."""
+    """Return `name`; if it is None, return the name of the interface that routes to `address`. Raise
+    ConfigError if the interface does not exist or no route is found."""
     interfaces, here = psutil.net_if_addrs(), socket.gethostname()
     if name is None:
         try:

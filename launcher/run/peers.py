@@ -36,7 +36,7 @@ from launcher.watch.failure import RanksEnded, first_line
 BEAT_S = 1.0  # interval between `beat` messages
 ARRIVE_S = 120.0  # limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
-REFUSE_S = 10.0  # after a refusal, limit for late launchers to connect, so that they can report it too
+REFUSE_S = 10.0  # time for late launchers to connect after a refusal, so that they report it too
 SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
 ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26  # maximum size of a message
@@ -103,7 +103,7 @@ class Link:
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
-        """Return the reason why the other launcher is lost, or None. `name`: its name in the reason."""
+        """Return the reason why the other launcher is lost, or None. `name`: name of its node."""
         if (silent_s := self.silent_s()) >= self._limit_s:
             return f"{name} is lost: no message for {silent_s:.0f} s; the machine or the link has failed"
         return f"{name} is lost: its launcher has exited" if self.closed_s else None
@@ -259,7 +259,8 @@ class Coordinator:
             self._changed.notify_all()
 
     def _wait(self, is_done: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait for `is_done()`, up to `seconds`; return its value. An issue or a lost node ends the wait."""
+        """Wait until `is_done()` is true, and return its last value. Stop early if there is an
+        issue, a node is lost, or `seconds` have passed (None = no limit)."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not (done := is_done()) and not self._issues and not self.lost():
@@ -416,9 +417,9 @@ class Coordinator:
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Return (cause with its node's name, number of the node). If `cause` is None or only a consequence
-        (`peer_gone`, `no_cause`), a lost node is the cause. If no node is lost and `failed_first` is not 0,
-        the cause is the failure `unknown`, on node `failed_first`."""
+        """Return the cause of a failed attempt, with the name of its node, and the node's number. If `cause`
+        is None or only a consequence (`peer_gone`, `no_cause`), a lost node is the cause. If no node is lost,
+        the cause is `unknown` on node `failed_first`; if that is node 0, `cause` is not replaced."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -486,8 +487,8 @@ class Member:
             self._received.add(kind)
 
     def next(self, pending: Sequence[int] = ()) -> Message | None:
-        """Wait for the next `start` or `end` message and return it; None if node 0 is lost, or if a stop
-        signal is `pending` before the first start. `exchange` reports later signals to node 0."""
+        """Wait for the next `start` or `end` message and return it. Return None if node 0 is lost, or if a
+        stop signal is in `pending` before the first `start`. `exchange` reports later signals to node 0."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)

@@ -30,7 +30,8 @@ from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2  # interval between checks of the ranks
-KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # limits to exit, or to finish a save (torchrun: 30 s)
+# after a failure, limits for ranks to exit, or to finish a save; torchrun's default limit to exit is 30 s
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval between checks
 ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
 
@@ -100,7 +101,7 @@ def run(
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
         output = "".join(each.said for each in by_node.values())
-        # time -> node, for each node whose torchrun failed before any rank and whose ranks recorded no error
+        # time -> node, for nodes whose torchrun failed before any rank did and whose ranks recorded no error
         first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
         failed_ns = {
             each.failed_ns: k
@@ -161,7 +162,8 @@ def run_ranks(
                 store = node.store if node else None
                 process = subprocess.Popen(
                     start_command(start, scratch, worker),
-                    env=start_environment(start, run_dir, scratch),  # counts only the cores in `start.cores`
+                    # inside `confined`, start_environment counts only the cores in `start.cores`
+                    env=start_environment(start, run_dir, scratch),
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
@@ -204,8 +206,8 @@ def _follow(
     """Monitor the ranks until the process that started them exits, or until they must be killed, for example
     after a second stop signal.
 
-    A batch system may signal every process of a job. deepspeed's runner then exits at once, but its workers
-    still have time to save a checkpoint.
+    A batch system may signal every process of a job. deepspeed's runner then exits at once. In this case,
+    monitor its workers until they have saved a checkpoint and exited.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
@@ -233,14 +235,15 @@ def _follow(
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        if failed and not last_s:  # even while stopping: the signal kills a rank that has no handler yet
+        # this also applies after a stop signal, which kills a rank that has not installed its handler yet
+        if failed and not last_s:
             failed_s = time.monotonic()
             deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
             last_s = failed_s + SAVE_AFTER_FAILURE_S
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return
-        if not failed:  # after a failure, its cause is shown before anything else
+        if not failed:  # after a failure, nothing is displayed before its cause
             on_poll()
         if watch is not None and (deadline is None or pending) and watch.poll(workers.by_rank()):
             return
@@ -270,7 +273,8 @@ def _unfinished(run_dir: Path) -> set[Path]:
 
 def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
     """Complete rank 0's summary.json, or write one if there is none, and return the outcome. `unknown`: the
-    failure if `cause` is None. A failure is reported unless a stop signal in `pending` caused it."""
+    failure to report if `cause` is None. If the first stop signal in `pending` ended the run before it had a
+    summary, report a failure of the kind `stopped` instead."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
@@ -316,8 +320,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once.
-    This is necessary, because a zombie's exit code can be read only until the parent has reaped it."""
+    """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once,
+    so that a worker's exit code is read while it is a zombie, before its parent reaps it."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size
@@ -380,7 +384,7 @@ def _rank(child: psutil.Process) -> int | None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return a zombie's exit code, -N for signal N, from proc_pid_stat(5); None if it is not a zombie."""
+    """Return a zombie's exit code, or -N for signal N; None for other processes. See proc_pid_stat(5)."""
     fields = process_stat(pid)
     if fields[:1] != ["Z"]:
         return None

@@ -14,7 +14,7 @@ ARRIVE = datetime.timedelta(minutes=5)  # limit for other agents to connect afte
 
 
 def handler_factory() -> Callable[[Any], Any]:
-    """Return the function that creates rendezvous handlers. torchrun calls this factory at start-up."""
+    """Return the function that creates rendezvous handlers. torchrun registers that function at start-up."""
     from torch.distributed import FileStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -31,12 +31,12 @@ def handler_factory() -> Callable[[Any], Any]:
 
         @property
         def use_agent_store(self) -> bool:
-            return self.master_port != 0  # on one node, workers rendezvous through another file
+            return self.master_port != 0  # on one node (port 0), workers rendezvous through another file
 
     def make(params: RendezvousParameters) -> StaticRendezvous:
         """Create a handler. The endpoint is a FileStore's path on one node, else a TCPStore's HOST:PORT."""
         nodes = params.get_as_int("nodes")
-        if nodes is None:  # one node; port 0 is not used
+        if nodes is None:  # one node; for port 0, see use_agent_store
             return StaticRendezvous(FileStore(params.endpoint, 1), params.run_id, 0, 1, "127.0.0.1", 0)
         node, bound = params.get_as_int("node"), params.get_as_int("socket")
         host, _, port = params.endpoint.rpartition(":")

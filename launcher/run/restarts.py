@@ -16,7 +16,7 @@ from launcher.run import processes
 from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
-WITHOUT_PROGRESS = 3  # restarts end after this many consecutive failures without a newer checkpoint
+WITHOUT_PROGRESS = 3  # no restart after this many consecutive failures without a new checkpoint
 
 Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
 
@@ -69,12 +69,12 @@ def supervise(
         after = newest_checkpoint(run_dir)
         idle = 0 if after[0] > before[0] else idle + 1
         if idle == WITHOUT_PROGRESS:
-            log(f"not restarted: {idle} failures without a newer checkpoint")
+            log(f"not restarted: {idle} consecutive failures without a new checkpoint")
             break
         if options.elastic:
             ranks = ranks_left(config, ranks, failure)
         wait_s = 2.0**idle
-        if after != before or resume == "never":  # otherwise, nothing was saved: resume as requested again
+        if after != before or resume == "never":  # otherwise, nothing was saved, so `resume` stays as it is
             resume = "auto"
         place, headline = f"step {after[0]}" if after[0] >= 0 else "the start", failure.headline()
         log(
@@ -94,7 +94,7 @@ def supervise(
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
-    """Return the newest checkpoint's step and mtime (ns), or (-1, 0). A repeated save changes the mtime."""
+    """Return the newest checkpoint's step and mtime (ns), or (-1, 0). A step saved again gets a new mtime."""
     newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0
@@ -104,7 +104,7 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
     """Return the largest number of ranks that can share the batch. It is less than `ranks` if GPUs were lost
-    or a rank was killed. Return `ranks` if no number is possible."""
+    or a rank was killed. Return `ranks` if no smaller number can share the batch."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

@@ -301,7 +301,8 @@ def warn(console: Console, warnings: list[str]) -> None:
 
 
 def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
-    """Return the issues that prevent this run in `run_dir`. A resumed run does not need `run.init_from`."""
+    """Return the issues that prevent this run in `run_dir`. A run that resumes from a checkpoint does not
+    need the files of `run.init_from`."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
@@ -413,7 +414,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
     facts, unit = newest[1], config.schedule.unit
-    if unit in METERED:  # such a run leaves a reserve unspent, so compare the budgets
+    if unit in METERED:  # a complete run may have spent less, so check that the budget has not changed
         return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
@@ -496,9 +497,10 @@ def expected_steps(config: Config) -> int | None:
         batch = batch_at(config.batch, tokens / schedule.tokens)
         size = batch * config.data.sequence_length  # tokens per step until the batch grows
         if batch == config.batch.global_size:
-            return steps - (tokens - schedule.tokens) // size  # rounded up
+            return steps - (tokens - schedule.tokens) // size  # rounds the number of steps up
         end = int(batch / config.batch.global_size * config.batch.ramp_fraction * schedule.tokens)
-        count = max(1, (end - tokens) // size - 1)  # stops one step early, because progress is rounded
+        # skip to one step before `end`, because rounding decides at which step near `end` the batch grows
+        count = max(1, (end - tokens) // size - 1)
         steps, tokens = steps + count, tokens + count * size
     return steps
 

@@ -61,7 +61,7 @@ def read_summary(directory: Path) -> Summary | None:
 
 
 def heldout_losses(directory: Path) -> dict[int, float]:
-    """Read the held-out losses of a run in nats, by step."""
+    """Read the held-out losses (nats) of a run, by step."""
     evaluations = files.read_lines(directory / "evals.jsonl")
     return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
 
@@ -92,7 +92,7 @@ def failure_kind(directory: Path) -> FailureKind:
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
     """Read the records of a run of `warm_up` + `steps` steps; omit the warm-up. Raise one of UNREADABLE if a
-    rank has another number of steps or if a value is damaged."""
+    rank recorded a different number of steps or if a value is damaged."""
     parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
     memory, exposed = [], []
     for rank in range(ranks):
@@ -217,8 +217,9 @@ def timed_config(
     noise_scale: bool = False,
     **sections: Any,
 ) -> Config:
-    """Derive the configuration of a short timed run with these batch sizes. It has no batch ramp, checkpoints
-    or evaluations, and compiles the model only if a full run would. `sections`: further settings."""
+    """Derive the configuration of a short timed run with these batch sizes. The run has no batch ramp,
+    checkpoints or evaluations. It compiles the model only if a full run would. `sections`: further top-level
+    settings or sections."""
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
     changes: dict[str, Any] = {
@@ -249,8 +250,8 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of a trial. Return None if its records are incomplete, or if a signal or another
-    cause that the settings do not influence ended it."""
+    """Return the outcome of a trial. Return None if its records are incomplete, or if it ended for a
+    reason that is independent of its settings, for example a signal."""
     directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
@@ -303,7 +304,7 @@ class _Running:
     process: subprocess.Popen[str]
     log: IO[str]
     started_s: float
-    due_s: float  # time of its next progress line
+    due_s: float  # time of the trial's next progress line
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class CellRuns:
 
     def __init__(self, cell: GridCell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
         self.cell, self.repeats = cell, repeats
-        self.tokens = cell.global_batch * sequence_length  # tokens of a step, over all ranks
+        self.tokens = cell.global_batch * sequence_length  # number of tokens in a step, over all ranks
         self.steps = [self._step_seconds(r) for r in repeats]
         """Step times of the whole job in seconds, [repeat][step]."""
         self.mean_s = statistics.median([statistics.fmean(steps) for steps in self.steps])
@@ -70,7 +70,8 @@ class CellRuns:
         """Return the job's step times in seconds: those of the slowest rank, because the others wait.
 
         Independent copies do not wait for each other. Their throughputs add up, so the job's mean step time
-        is the harmonic mean over the copies. Each copy's times are weighted by the derivative of that mean.
+        is the harmonic mean over the copies. Each copy's times are weighted by the derivative of the job's
+        mean with respect to the copy's own mean.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -123,7 +124,7 @@ class CellRuns:
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
-    """Return the complete repeats of a cell ([] if one has failed), and the cell's status and cause."""
+    """Return the complete repeats of a cell ([] if one has failed), its status and its cause of failure."""
     repeats, settings = [], grid.settings
     for repeat in range(settings.repeats):
         directory = run_dir(out, cell, repeat)
@@ -221,7 +222,7 @@ def _efficiencies(
     out: Facts = {}
 
     def add(name: str, over: CellRuns, base: CellRuns | None, count: int = 1) -> None:
-        """Add throughput of `over` / (`count` x throughput of `base`), with its interval, to `out`."""
+        """Add a ratio and its interval to `out`: throughput of `over` / (`count` x throughput of `base`)."""
         if base is not None:
             interval = stats.ratio_interval(base.draws, over.draws, over.tokens / base.tokens / count)
             out[name], out[f"{name}_ci95"] = over.tokens_per_s / base.tokens_per_s / count, interval
@@ -240,8 +241,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the extra time compared with the ceiling, for the same tokens per rank. It
-    occurs in the forward and backward passes and, with ZeRO-1, in the optimizer phase.
+    Exposed communication is the extra time compared with the ceiling, for the same number of tokens per
+    rank. It occurs in the forward and backward passes and, with ZeRO-1, in the optimizer phase.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -304,7 +305,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOSS_BOUND = 0.05  # a loss of efficiency, or share of a step spent waiting for data, is reported above this
+LOSS_BOUND = 0.05  # larger losses of efficiency and larger shares of time spent waiting for data are reported
 LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
 MIN_EFFICIENCY = 0.95  # a cell scales if the low end of its efficiency interval reaches this
 MEASURE_MORE = "raise --repeats or --steps"
@@ -348,14 +349,14 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if low >= MIN_EFFICIENCY:
         return _diagnosis(cell, "scales", f"{reached}; no bottleneck was found", "nothing")
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
-        evidence = f"{reached}, partly below {format_percent(MIN_EFFICIENCY)}; no bottleneck was found"
+        evidence = f"{reached} may be below {format_percent(MIN_EFFICIENCY)}; no bottleneck was found"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no single cause is beyond its bound over its whole interval"
+    evidence = f"{reached}; no single cause has an interval entirely beyond its bound"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 
 class _Loss(NamedTuple):
-    """A loss of efficiency from one cause. The measure's interval is entirely beyond the cause's bound."""
+    """A loss of efficiency due to one cause: a measured ratio with an interval entirely beyond a bound."""
 
     share: float  # share of a step
     kind: DiagnosisKind
@@ -434,7 +435,7 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
 
 
 def _throughput_ratio(cell: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
-    """Return the interval of the ratio of two throughputs, from the ends of both step-time intervals."""
+    """Compute the interval of the ratio of two throughputs from the ends of both step-time intervals."""
     steps = [(each.step_time_s and each.step_time_s.ci95) or (0.0, math.inf) for each in (cell, other)]
     (low, high), (other_low, other_high) = steps
     batches = cell.global_batch / other.global_batch

@@ -1,4 +1,4 @@
-"""Run a scaling benchmark (`bert-dp scale`): all cells, all-reduces, a step profile and a matmul rate."""
+"""Run a scaling benchmark (`bert-dp scale`): measure all cells, all-reduces, one step and a matmul rate."""
 
 import dataclasses
 import json

@@ -25,7 +25,7 @@ CellKind = Literal["run", "ceiling"]
 CellStatus = Literal["ok", "oom", "failed", "pending"]
 LossKind = Literal["loader_bound", "straggler", "hardware_ceiling", "communication_bound", "launch_bound"]
 EndKind = Literal["out_of_memory", "failed", "no_baseline", "above_baseline", "scales", "fastest"]
-OpenKind = Literal["one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"]  # no conclusion
+OpenKind = Literal["one_repeat", "not_measurable", "intervals_overlap", "no_single_cause"]  # inconclusive
 DiagnosisKind = Literal[LossKind, EndKind, OpenKind]
 
 
@@ -167,7 +167,7 @@ class SplitTime(StoredModel):
 
 
 class CellMeasurement(GridCell):
-    """Figures of one cell; null if the cell did not complete."""
+    """Figures of one cell. They are null if the cell did not complete."""
 
     status: CellStatus
     cause: str | None = None
@@ -221,7 +221,7 @@ class CellMeasurement(GridCell):
 
 
 class BottleneckDiagnosis(StoredModel):
-    """Diagnosis of a cell: its failure, its largest loss of efficiency, or a comparison of engines."""
+    """Finding about a cell: a failure, its largest loss of efficiency, or a comparison with other engines."""
 
     cell: str
     kind: DiagnosisKind

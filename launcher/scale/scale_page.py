@@ -140,7 +140,7 @@ def _result(scaling: Scaling) -> page.Table:
 
 
 def _agreement(scaling: Scaling) -> list[str]:
-    """Describe how well losses agree in strong mode. In weak mode, each N trains with a different batch."""
+    """Describe how well losses agree in strong mode. Weak mode has no comparison: its batches differ."""
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []

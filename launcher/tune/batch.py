@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_BUDGETS = 1.25  # no trial starts after this multiple of the budget
 THROUGHPUT_SHARE = 0.85  # share of the budget for memory trials and timed runs; the noise scale gets the rest
-STEPS_SHARE = 0.5  # share of the budget that the steps of MIN_SIZES runs may take
+STEPS_SHARE = 0.5  # a size is too slow if the steps of MIN_SIZES runs take more than this share of the budget
 MEMORY_STEPS = 3  # steps of a memory trial
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
@@ -113,7 +113,10 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
-    log(f"no trial starts after {spec.latest_s:.0f} s of trials; the first shows how many the budget allows")
+    log(
+        f"no trial starts after {spec.latest_s:.0f} s of trials; "
+        "the first trial shows how many the budget allows"
+    )
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU do not use torch.compile; pass compile=on to use it")
 
@@ -126,7 +129,7 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the job with a placeholder micro batch. Raise ConfigError if `overrides` set its size."""
+    """Load the job with a placeholder micro batch. Raise ConfigError if `overrides` set a micro batch."""
     batch = parse_overrides(overrides).get("batch")
     micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
     if micro != "auto":
@@ -153,7 +156,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 
 
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
-    """Return the output directory of a search. A call with a larger budget resumes the search."""
+    """Return the output directory of a search. A later call resumes the search; its budget may be larger."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
     return search_output(folder, spec.config, settings, "budget_s")
 
@@ -201,7 +204,7 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
-        """Add a trial to `done`, with status `over` if its peak is above the limit. Refit the memory line."""
+        """Add a trial to `done`, with status `over` if it exceeds the memory limit. Refit the memory line."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
             reason = f"a rank's peak memory of {format_gib(peak)} exceeds the limit of {format_gib(limit)}"
@@ -221,8 +224,9 @@ class BatchSearch:
     def _measure_memory(self) -> None:
         """Run a few steps with the smallest size and a few with a larger one, and fit the memory line.
 
-        The larger size is the largest one expected to take at most a tenth of the budget and at most half of
-        the memory that the smallest size leaves free. The second smallest size may take all of that memory.
+        The larger size is the largest one that is expected to take at most MEMORY_TRIAL_SHARE of the budget
+        and at most half of the memory that the smallest size leaves free. Only the second smallest size may
+        take all of this free memory.
         """
         smallest, *larger = self.spec.sizes
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
@@ -272,7 +276,7 @@ class BatchSearch:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
         timed = throughput.sizes_to_time(affordable)
         run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
-        # 1.5: the second round has half of the sizes
+        # 1.5: the first round times all sizes, the second round half of them
         while len(timed) > throughput.MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():
             timed = timed[1:]
         while len(timed) > 1 and self.used_s + (len(timed) - 1) * run_s > spec.latest_s:
@@ -395,7 +399,7 @@ class BatchSearch:
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale over `steps` steps of the global batch. Return (seconds, noise scale)."""
+        """Measure the noise scale in a run of `steps` steps. Return (seconds of the run, noise scale)."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
         outcome, summary = self._runner.run_one(trial), trials.read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
@@ -521,7 +525,7 @@ def resolve_auto_batch(
 
 
 def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
-    """Hash all inputs that affect the speed and memory of a micro batch, except the micro batch itself.
+    """Hash everything that affects the speed and memory use of a trial, except the micro batch.
 
     `machine` is `Environment.to_json()`.
     """
@@ -534,7 +538,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # measuring it rules out some sizes
+        "log": {"noise_scale"},  # some sizes do not allow measuring the noise scale
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)

@@ -1,4 +1,7 @@
-"""`bert-dp tune lr`: choose the learning rate with short and then whole runs. All complete their schedule."""
+"""`bert-dp tune lr`: choose the learning rate with short runs, then with whole runs.
+
+Every run completes its schedule.
+"""
 
 import dataclasses
 import datetime
@@ -19,7 +22,8 @@ from launcher.run import trials
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
-SHORT_RATIO = 8  # tokens of a whole run / tokens of a short run; also the minimum steps of a whole run
+# tokens of a whole run / tokens of a short run; also the minimum number of steps of a whole run
+SHORT_RATIO = 8
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
@@ -126,7 +130,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return the issues with a whole run's length. `tokens`: None = from --tokens or the configuration."""
+    """Return the issues with the length of a whole run. `tokens`: None = --tokens or as configured."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"
@@ -140,7 +144,7 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return the issues that prevent a search on this data, with a budget in epochs converted to tokens."""
+    """Return the issues that prevent a search on this data. First convert a budget in epochs to tokens."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -151,7 +155,7 @@ def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[
 def measure(
     setup: job.Job, options: LrOptions, ranks: int, output: Output[SearchPlan], log: Log
 ) -> tuple[TuneLr, int]:
-    """Run or resume the search; return the contents of tune.json, partial after a stop, and the exit code."""
+    """Run or resume the search. Return the contents of tune.json (partial after a stop) and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
     facts, shards, manifest = output.begin(config, lambda m: data_issues(config, options, m))
     slots = slots_of(setup, options, ranks)
@@ -233,14 +237,14 @@ class LrSearch:
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
     def _choose_tokens(self) -> int:
-        """Choose the tokens of a whole run and log the plan. Raise ConfigError if there are too few."""
+        """Choose the number of tokens of a whole run; log the plan. Raise ConfigError if it is too small."""
         spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
         reason = "as requested" if options.tokens else "from the configuration"
         if tokens is None:
             hours = config.schedule.hours or 0.0
             tokens = round(hours * 3600 * self._tokens_per_s)
-            speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(spec.ranks, 'rank')}"
+            speed = f"{format_si(self._tokens_per_s, 'tokens/s')} on {count_of(spec.ranks, 'rank')}"
             reason = f"{hours:g} h at {speed} (measured); to train on more ranks, pass --tokens"
         tokens = whole_steps(config, tokens)
         left_s = math.inf if options.budget_s is None else options.budget_s - self._range_s
@@ -337,8 +341,8 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run; a batch ramp reduces them. Return None if the budget is
-    neither in steps nor in tokens."""
+    """Return the number of tokens of the configured run, taking a batch ramp into account. Return None if the
+    budget is neither in steps nor in tokens."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -376,7 +380,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return a configuration without checkpoints that reads `shards`. All seeds then share a held-out set."""
+    """Return a configuration without checkpoints. It reads `shards`, so all seeds share a held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -394,7 +398,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate. With lr_scaling, lr_batch becomes the global batch."""
+    """Return the user's configuration with this rate; lr_scaling leaves it unchanged at this global batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

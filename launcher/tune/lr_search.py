@@ -19,7 +19,7 @@ RISE_SIGMAS = 8.0  # at divergence, the loss also rises by more than this many s
 EDGE_RATIO = 4.0  # divergence edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
-CLOSE_NATS = 0.03  # a rate is close to the best if its loss is higher by at most this
+CLOSE_NATS = 0.03  # a rate is close to the best if its loss is at most this much higher
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -94,7 +94,7 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    # loss of the next best rate - loss of `lr`, in nats: mean over common seeds; null: no other rate
+    # mean over common seeds of (loss of the next best rate - loss of `lr`), in nats; null: no other rate
     lead: float | None
     edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
     tied: list[float]  # rates that are not significantly worse

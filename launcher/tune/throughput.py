@@ -25,7 +25,7 @@ SizeStatus = Literal["ok", "oom", "failed", "over"]  # over: the peak is above t
 
 
 class BatchTrial(StoredModel):
-    """Run with one micro batch size. The lists are empty if the run did not complete every step."""
+    """A run with one micro batch size. The lists are empty if the run did not complete every step."""
 
     name: str
     micro_batch: int
@@ -75,7 +75,7 @@ class BatchChoice(StoredModel):
     samples_per_s: Positive
     fastest_micro_batch: int
     share_of_best: float
-    not_settled: list[int]  # sizes that may be faster than the choice (CPU: more than 3 % faster)
+    not_settled: list[int]  # sizes that may be faster than the choice (on a CPU, by more than 3 %)
     limited_by: Literal["memory", "budget", "global batch"]
 
 
@@ -195,8 +195,8 @@ def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int
     """Return (choice, fastest size, unsettled sizes).
 
     The choice is the smallest size whose mean rate, minus one standard error of the difference, is at least
-    `min_share` of the fastest mean rate. With a share of 1, it is the fastest size. A size is unsettled if,
-    by the 95 % interval of the difference, its rate may exceed the choice's rate / `min_share`.
+    `min_share` of the fastest mean rate. With a share of 1, it is the fastest size. A size is unsettled if
+    the 95 % interval of the difference allows its rate to exceed the choice's rate / `min_share`.
     """
     (sd, degrees), least = deviation(rates), math.log(min_share)
     fastest = max(rates, key=lambda size: mean_rate(rates, size))

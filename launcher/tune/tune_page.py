@@ -23,7 +23,7 @@ LIMITS = {
 SIZE_COLUMNS = (
     Quantity("status", "status", "word"),
     Quantity("samples_per_s", "sequences/s"),
-    Quantity("samples_per_s_ci95.low", "95 % from"),
+    Quantity("samples_per_s_ci95.low", "95 % interval from"),
     Quantity("samples_per_s_ci95.high", "to"),
     Quantity("peak_gib", "peak", "gib"),
     Quantity("runs", "runs", "count"),
@@ -103,8 +103,8 @@ def _noise(tune: TuneBatch) -> Verdict:
     notes = [
         f"Measured over {format_count(noise.steps)} steps from {weights}. "
         "The noise scale grows during training.",
-        f"In the global batch of {format_count(tune.global_batch)}, a sequence is worth {efficiency} of "
-        "a sequence in a very small batch.",
+        f"In the global batch of {format_count(tune.global_batch)}, a sequence contributes {efficiency} "
+        "of what it contributes in a very small batch.",
     ]
     interval = formats.format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 STEP_LINE_S = 10.0  # minimum time between two step lines on a terminal; elsewhere, every step line is shown
 LINE_CHARS = 1000
-MAX_LINES = 50  # maximum lines of rank 0's log shown per poll
-ETA_LINES = 20  # logged steps used to extrapolate the remaining time
+MAX_LINES = 50  # maximum number of lines of rank 0's log shown per poll
+ETA_LINES = 20  # number of logged steps used to extrapolate the remaining time
 QUIET_S = 30.0  # after this time without output, rank 0's activity is printed; a progress bar always shows it
 ACTIVITIES = {
     "setup": "setting up",
@@ -49,7 +49,7 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # old lines, which recur when the file is rewritten
+        self._evaluated = set(self._evals.lines()[0])  # old lines; a rewritten file contains them again
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
         self._left_s: float | None = None  # estimate of the remaining time, made at _line_s
@@ -77,7 +77,7 @@ class Display:
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show rank 0's new output and its activity. On a terminal, show at most one step per STEP_LINE_S."""
+        """Show new output and activity of rank 0. On a terminal, show at most one step per STEP_LINE_S."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
         self._show_log()  # first, because rank 0 printed these lines before it logged the steps
@@ -100,7 +100,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show rank 0's activity on the progress bar, if any, or print it after QUIET_S without output."""
+        """Show rank 0's activity on the progress bar. Without one, print it after QUIET_S without output."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
@@ -178,7 +178,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left; "" if it is unknown, or under 1 s, when saving and evaluation may follow."""
+    """Format the time left; "" if it is unknown or under 1 s. Evaluation and saving may then follow."""
     return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 
@@ -195,8 +195,8 @@ def heldout_line(line: Mapping[str, Any]) -> str:
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
-    """Estimate the seconds left from the time budget `hours`, if given, or else from the recent progress.
-    `lines`: lines of metrics.jsonl. Return None if they do not suffice."""
+    """Estimate how many seconds of training are left. The estimate is based on the time budget `hours` if it
+    is given, else on recent progress. `lines`: lines of metrics.jsonl. Return None if they do not suffice."""
     if hours is not None and lines:
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600

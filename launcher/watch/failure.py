@@ -82,7 +82,7 @@ class RanksEnded(StoredModel):
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times from a clock that is `ahead_ns` ahead of the local clock to the local clock."""
+        """Convert the times to the local clock. They come from a clock that is `ahead_ns` ahead of it."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -141,7 +141,8 @@ def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
     """Return (rank, exit code) of the first failed rank that recorded no error; None if no such rank exists.
-    If `silent` lacks the code, it is taken from `starter_output`. An unknown exit code is None."""
+    `silent`: failed exits of such ranks. If the exit code is unknown there, it is taken from `starter_output`
+    and may be None."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
@@ -175,7 +176,8 @@ def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the failures of ranks outside `causes`. Omit exits with code 1 or by torchrun's SIGTERM."""
+    """Describe the failures of ranks that are not in `causes`. Of `silent`, omit the exits with code 1, and
+    those by SIGTERM, which torchrun sends."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
@@ -184,7 +186,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add `error`, which a write to RUN raised, to a failure. It becomes the cause if no other is known."""
+    """Extend a failure by the error of a write to RUN. This error becomes the cause if no other is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
@@ -233,7 +235,7 @@ def explain(
     failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int | None = None
 ) -> Failure:
     """Explain a failure and suggest fixes, using RUN/config.yaml and RUN/environment.json. `here`: number of
-    ranks on the node of the failed rank, which share its memory; None: all ranks."""
+    ranks that share the memory of the failed rank's node; None: all ranks."""
     here = here or world_size
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
@@ -380,7 +382,8 @@ class MemoryWatch:
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     """Return the number of out-of-memory kills so far and the path of the counter; None if none is readable.
-    The control group's counter (v2 or v1) includes kills for any limit and is preferred to the machine's."""
+    The control group's counter (v2 or v1) is preferred to the machine's counter. It includes kills that
+    happen because the whole machine is out of memory."""
     counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))

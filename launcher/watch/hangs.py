@@ -120,9 +120,9 @@ class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
-    rank, are silent for a time limit: hang_after_s or 3 median step times, whichever is longer. The limit is
-    at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is also at least
-    PATIENT_S while one of them is in a PATIENT phase, and until the first step is done.
+    rank, are silent for the hang limit. This limit is hang_after_s or 3 median step times, whichever is
+    longer. It is at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is
+    also at least PATIENT_S while one of them is in a PATIENT phase, and until the first step is done.
     """
 
     def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:

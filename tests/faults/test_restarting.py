@@ -37,7 +37,7 @@ def test_row_19_a_crash_loop_ends_and_keeps_its_logs(run_dir: Path, shards: Path
         code=1,
         **broken("raise", rank=0, step=1),
     )
-    assert "not restarted: 3 failures without a newer checkpoint" in done.stdout
+    assert "not restarted: 3 consecutive failures without a new checkpoint" in done.stdout
     summary = read_json(run_dir / "summary.json")
     attempts = len(summary["restarts"]) + 1
     assert attempts <= 4

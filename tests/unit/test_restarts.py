@@ -73,7 +73,7 @@ BAD = Failure(rank=0, message="bad", kind="bad_input")
         ([(1, AGREED, 8)], 1, [], "not restarted: all ranks stopped together for a reason that would recur"),
         ([(1, RAISED, 4), (0, None, 9)], 0, [1], "from step 4: rank 0: ValueError: no"),
         ([NONE, NONE, (1, RAISED, 3), NONE, (0, None, 9)], 0, [2, 4, 1, 2], "from step 3"),
-        ([(1, RAISED, 2), NONE, NONE, NONE], 1, [1, 2, 4], "3 failures without a newer checkpoint"),
+        ([(1, RAISED, 2), NONE, NONE, NONE], 1, [1, 2, 4], "3 consecutive failures without a new checkpoint"),
     ],
 )
 def test_failures_are_restarted_with_growing_delays_up_to_a_limit(

@@ -43,7 +43,7 @@ def test_every_number_is_shown_with_its_denominator(tmp_path: Path) -> None:
     assert (loss, interval) == ("6.2500 nats ± 0.0392", "±: 95 % interval over sequences")
     assert basis == "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked"
     assert rows["Work", "optimizer steps"].endswith("global batch 64 = micro 16 x accumulation 2 x dp 2")
-    assert rows["Throughput", "tokens"] == "16.4 k tokens/s | summed over 2 CPU ranks"
+    assert rows["Throughput", "token rate"] == "16.4 k tokens/s | summed over 2 CPU ranks"
     assert rows["Throughput", "MFU"] == "n/a | model FLOP/s / fp32 peak of the device (unknown)"
     assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of the wall time, part of train"
     assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
@@ -188,10 +188,11 @@ def test_every_ending_has_a_report_and_a_next_command(tmp_path: Path, ending: st
     assert report.next == (exports if ending == "done" else goes_on)
     shown_rows = rows_of(report)
     unknown = {label for (_, label), cells in shown_rows.items() if cells[0].startswith("n/a")}
-    logged = {"last training loss", "tokens", "tokens per device", "optimizer steps", "samples"}
+    rates = {"token rate", "token rate per device", "optimizer step rate", "sample rate"}
+    logged = {"last training loss", "tokens", "optimizer steps", "samples", *rates}
     assert not unknown & {*logged, "peak memory", "checkpoint"}
     assert not any(tile.cells[0].text == "n/a" for tile in report.tiles) or ending == "failed early"
-    from_log = "last logged interval" in shown_rows["Throughput", "tokens"][0]
+    from_log = "last logged interval" in shown_rows["Throughput", "token rate"][0]
     assert from_log == (ending in ("rank killed", "killed"))
     if ending == "rank killed":
         assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
