@@ -35,7 +35,7 @@ Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
 ERROR, FAILED = "error: ", "failed: "  # prefixes of lines that report bad input or a failure
-# notebooks set FORCE_COLOR, with which a command would draw progress bars as on a terminal
+# notebooks set FORCE_COLOR, which would make a command draw progress bars as on a terminal
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 
@@ -53,7 +53,7 @@ class Run(os.PathLike[str]):
     report: Path | None
     """Path of report.html, or None."""
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """Records of metrics.jsonl, one per logged step; `pandas.DataFrame(run.metrics)` accepts them."""
+    """Records of metrics.jsonl, one per logged step; pass the list to `pandas.DataFrame` for a table."""
     evals: list[dict[str, Any]] = dataclasses.field(repr=False)
     """Records of evals.jsonl, one per held-out evaluation."""
 
@@ -62,14 +62,14 @@ class Run(os.PathLike[str]):
 
     @property
     def results(self) -> dict[str, Any]:
-        """Return the results of the last held-out evaluation: loss and, for a finetuned run, scores."""
+        """Return the results of the last held-out evaluation: the loss and, for a finetuned run, scores."""
         heldout = self.summary.heldout if self.summary is not None else None
         return {} if heldout is None else heldout.model_dump(mode="json", exclude_none=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result(os.PathLike[str]):
-    """Results of a command as JSON values, and the directory that the command wrote or describes."""
+    """Results of a command as JSON values, and the directory that the command wrote to or read from."""
 
     directory: Path
     results: Any = dataclasses.field(repr=False)
@@ -107,14 +107,14 @@ def train(
 ) -> Run:
     """Pretrain a model as `bert-dp train` does. `config`: a file, or the name of a shipped configuration.
 
-    `settings` override the configuration, with dotted or nested names: `{"schedule.steps": 20}`. If `run_dir`
-    contains a run, that run resumes; the default is runs/NAME-DATE-TIME. `allow_code` permits execution of
+    `settings` override the configuration; the keys are dotted or nested: `{"schedule.steps": 20}`. `run_dir`
+    defaults to runs/NAME-DATE-TIME; if it contains a run, that run resumes. `allow_code` permits execution of
     the Python files named in `task` and `optim.name`. `on_log` is called in this process with each new record
     of metrics.jsonl; its first exception is printed, and the run continues. The command's output is written
     to sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a
     checkpoint; a second interrupt stops them immediately. If this process is killed, the run stops.
 
-    Raises ConfigError with every issue if the input is bad, TrainingFailed if the run fails, and
+    Raises ConfigError if the input is bad, with a list of all issues; TrainingFailed if the run fails; and
     KeyboardInterrupt after an interrupt.
     """
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
@@ -135,7 +135,7 @@ def finetune(
 ) -> Run:
     """Finetune a pretrained run on a classification or regression task. `options`: options of `bert-dp
     finetune`, such as `task` and `data`, or `train`, `dev` and `label`. See `train` for the other arguments.
-    `results["scores"]` has keys such as "dev/f1". With `seeds`, the runs are in subdirectories."""
+    `results["scores"]` has keys such as "dev/f1". If `seeds` > 1, each run has its own subdirectory."""
     directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
     arguments = _arguments("finetune", [run], settings, **options, run_dir=directory)
     return _train(arguments, directory, quiet, on_log)
@@ -150,7 +150,7 @@ def evaluate(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Measure the held-out loss of a run on `texts`, or compare several runs. Without `texts`, score a run on
+    """Measure the held-out loss of one or several runs on `texts`. Without `texts`, score a single run on
     GLUE and write the results to the directory `out`. `options`: options of `bert-dp eval mlm` or of `bert-dp
     eval glue`, such as `data`. Raises ConfigError and RuntimeError."""
     first, *_ = named = _path_list(run)
@@ -189,7 +189,7 @@ def predict(
 def export(
     run: PathLike, out: PathLike, format: ExportFormat = "hf", *, quiet: bool = False, **options: Any
 ) -> Result:
-    """Export a run to the new directory `out`; `results` contains its export.json. `options`: options of
+    """Export a run to the new directory `out`; `results` is the content of export.json. `options`: options of
     `bert-dp export FORMAT`. Raises ConfigError and RuntimeError."""
     _run_verb(_arguments(f"export {format}", [run], **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / EXPORTED))
@@ -199,21 +199,21 @@ def build_data(
     sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
 ) -> Result:
     """Build token shards from the texts in `sources`, and write them to the directory `out`. `results`
-    contains the manifest. `settings`: settings of data.build, with their full names. `options`: options of
+    is the manifest of the shards. `settings`: data.build settings, by their full names. `options`: options of
     `bert-dp data build`. Raises ConfigError and RuntimeError."""
     _run_verb(_arguments("data build", _path_list(sources), settings, **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
 
 
 def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
-    """Return a flat record for each run in a directory, newest run first; its keys include the names of all
-    settings. `pandas.DataFrame` accepts the list. Raises ConfigError."""
+    """Return a list with a flat record for each run in a directory, most recently changed first. The keys of
+    a record include all settings. `pandas.DataFrame` accepts the list. Raises ConfigError."""
     rows: list[dict[str, Any]] = json.loads(_run_verb(_arguments("runs", [directory], json=True), True))
     return rows
 
 
 def read_run(directory: PathLike) -> Run:
-    """Read a run directory, even during the run. Raises ConfigError if the directory has no config.yaml."""
+    """Read a run directory, even while the run is active. Raises ConfigError if config.yaml is missing."""
     path = _absolute(directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
@@ -304,12 +304,12 @@ def _run_verb(arguments: list[str], quiet: bool) -> str:
 
 
 def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
-    """Return a function that calls `call` with each new metrics record and prints the first exception."""
+    """Return a function that passes new metrics records to `call` and prints `call`'s first exception."""
     tail, failed = files.Tail(directory / "metrics.jsonl", skip_present=True), list[Exception]()
 
     def poll() -> None:
         while (found := tail.lines())[0]:
-            for line in [] if found[1] else found[0]:  # a replaced file repeats old lines
+            for line in [] if found[1] else found[0]:  # skip the lines of a replaced file, which are old
                 try:
                     call(json.loads(line))
                 except Exception as error:

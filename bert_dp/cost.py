@@ -1,5 +1,5 @@
-"""Compute parameter counts, FLOPs, memory, peak FLOP/s and quantiles of Student's t. No other module computes
-these quantities. Torch-free."""
+"""Compute parameter counts, FLOPs, memory estimates and quantiles of Student's t distribution, and look up
+the peak FLOP/s of devices. No other module computes these quantities. Torch-free."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from bert_dp.config.engines import optimizer_facts
 
 GIB = 2**30
 
-# (part of the device name, {precision: peak FLOP/s of dense matrix products}), from the vendors' data sheets.
+# (part of a device's name, {precision: peak FLOP/s of dense matrix products}), from the vendors' data sheets.
 # The first match applies, so longer names come first. MFU is null for unlisted devices.
 PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
@@ -44,7 +44,7 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
     count = linear_parameters(model)
     if model.bias:
         count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, output, Wi, Wo
-    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 1  # in the blocks and after the embedding
+    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 1  # blocks' norms + embedding norm
     norms += model.norm_position == "pre"  # final norm
     count += model.vocab_size * h + norms * norm + model.token_types * h
     count += model.vocab_size if model.decoder_bias else 0
@@ -67,11 +67,11 @@ def linear_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) -> float:
-    """Return the model FLOPs per token of the matrix products in a forward and a backward pass.
+    """Return the model FLOPs per token: those of the matrix products in one forward and one backward pass.
 
     Formula: 6 N_linear + 12 L S H + 6 H (V + H) p for L layers, sequence length S, hidden size H, vocabulary
-    size V and share p of predicted positions. Without a dense head, V replaces V + H. Recomputation does not
-    count. Reference value: 622.9e6 for Crammed BERT with S = 128 and mask rate 0.25.
+    size V and share p of predicted positions. Without a dense head, V replaces V + H. Recomputed
+    products are not counted. Reference value: 622.9e6 for Crammed BERT with S = 128 and mask rate 0.25.
     """
     h = model.hidden_size
     predicted = num_masked(mask_rate, sequence_length) / sequence_length
@@ -91,10 +91,10 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
-    """Estimate the peak memory of one of `world_size` ranks, as {part: GiB}, without torch.compile.
+    """Estimate the peak memory of each of `world_size` ranks that do not use torch.compile, as {part: GiB}.
 
-    Weights, gradients and optimizer state are as in arXiv 1910.02054, divided by the number of shards.
-    fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
+    Weights, gradients and optimizer state follow arXiv 1910.02054; each is divided among the ranks that shard
+    it. fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
     whole gradients between micro batches. `rank_memory_gib` adds the parts that depend on the device.
     """
     model, parallel = config.model, config.parallel
@@ -128,14 +128,14 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     return {name: size / GIB for name, size in parts.items()}
 
 
-# constants of CPU ranks, from the peak resident set of short runs of quickstart and small-text (micro batch
-# sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
+# constants for CPU ranks, derived from the peak resident set of short runs of quickstart and small-text
+# (micro batch sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # (glibc heap fragmentation + scratch memory of kernels) / memory of one micro batch
+HEAP_SHARE = 0.5  # glibc heap fragmentation and kernels' scratch memory, relative to one micro batch's memory
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
-    """Estimate the peak memory of a rank, as {part: GiB}: GPU memory, or the resident set of a CPU rank.
+    """Estimate the peak GPU memory of a rank, or the peak resident set of a CPU rank, as {part: GiB}.
 
     The CPU estimate includes the program, heap fragmentation, and rank 0's copy of the state for checkpoints.
     """
@@ -162,7 +162,7 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
 
 
 def _moments(config: Config, parameters: float) -> float:
-    """Return the number of values in the optimizer state of `parameters` parameters."""
+    """Return the number of values in the optimizer state for `parameters` parameters."""
     missing = 2 - optimizer_facts(config.optim.name).matrix_moments
     return 2 * parameters - missing * linear_parameters(config.model)
 
@@ -202,13 +202,13 @@ def student(degrees: int, level: float = 0.95) -> float:
     """Return t with P(|T| <= t) = level, where T follows Student's t with `degrees` degrees of freedom.
 
     With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
-    Gauss-Legendre integral is concave in theta, so Newton's method converges monotonically from 0.
+    integral (Gauss-Legendre quadrature) is concave in theta: Newton's method converges monotonically from 0.
     """
     import numpy as np
 
     nodes, weights = np.polynomial.legendre.leggauss(40)
     log_ratio = math.lgamma(degrees / 2) - math.lgamma((degrees + 1) / 2)
-    wanted = level * math.sqrt(math.pi) / 2 * math.exp(log_ratio)  # level x integral from 0 to pi / 2
+    wanted = level * math.sqrt(math.pi) / 2 * math.exp(log_ratio)  # level * (integral from 0 to pi / 2)
     theta = 0.0
     for _ in range(ITERATIONS):
         integral = theta / 2 * float(weights @ np.cos(theta / 2 * (nodes + 1)) ** (degrees - 1))

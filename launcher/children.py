@@ -16,8 +16,8 @@ from bert_dp.files import cache_issues, cache_root
 from bert_dp.files.reaper import child_environment, describe_exit_code, module_command
 
 NO_ANSWER = "no answer within"  # start of run_command's error message after a timeout
-KILLED_S = 1.0  # limit for a command to exit after SIGKILL
-CLEANUP_S = 10.0  # limit for a module to remove its files and exit after SIGTERM
+KILLED_S = 1.0  # how long a command may take to exit after SIGKILL
+CLEANUP_S = 10.0  # how long a module may take to remove its files and exit after SIGTERM
 
 
 def kernel_caches() -> dict[str, str]:
@@ -42,7 +42,7 @@ def start_module(
     environ: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> subprocess.Popen[str]:
-    """Start `python -m module`, which exits when this process exits. `scratch`: temporary directory of
+    """Start `python -m module`, which exits when this process exits. `scratch`: temporary directory for
     the module; `environ`: variables added to its environment."""
     added = {**kernel_caches(), **(environ or {}), **child_environment()}
     if scratch is not None:
@@ -52,14 +52,14 @@ def start_module(
 
 
 def ask_module(module: str, arguments: list[str], task: str) -> str:
-    """Run `python -m module` and return its output. `task`: description of its work for the error message.
+    """Run `python -m module` and return its output. `task`: what the module does, for the error message.
     Raise ConfigError if the module rejects its input, and SystemExit if it fails. The module starts with
     SIGINT blocked and unblocks it later, so that Ctrl-C during the imports prints no traceback."""
     return ask_modules(module, [arguments], task)[0]
 
 
 def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[str]:
-    """Run `python -m module` concurrently, once per list of arguments; return the outputs. See ask_module."""
+    """Run one `python -m module` per list of arguments, concurrently; return the outputs. See ask_module."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -81,7 +81,7 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
         return outputs
     except BaseException:
         for process in processes:
-            process.terminate()  # lets the module remove its files; Ctrl-C has already reached it
+            process.terminate()  # lets the module remove its files; Ctrl-C reaches the module directly
         for process in processes:
             try:
                 process.wait(CLEANUP_S)
@@ -94,7 +94,7 @@ def run_command(
     argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
 ) -> tuple[str | None, str | None]:
     """Run a command. Return (output, None) if it succeeds, else (None, error) with the last lines of its
-    output. A timeout kills the command's process group. The command inherits `pass_fds`."""
+    output. After a timeout, kill the command's process group. The command inherits `pass_fds`."""
     try:
         process = subprocess.Popen(
             argv,
@@ -117,7 +117,7 @@ def run_command(
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         lines: list[str] = []
-        with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL may fail while a driver hangs
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a hung driver may keep the process alive
             lines = process.communicate(timeout=KILLED_S)[1].strip().splitlines()
         return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
     if process.returncode:

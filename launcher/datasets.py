@@ -24,9 +24,9 @@ OPTIONS = {
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Setting -> option of `data build` that changes it, for error messages."""
+"""Setting -> option of `data build` that sets it, for error messages."""
 SAMPLE_CHARS = 300  # maximum length of a sample in the report
-SHOWN_SOURCES = 20  # maximum number of rows of the table of sources, sorted by share of lost text
+SHOWN_SOURCES = 20  # maximum rows in the table of sources; those with the largest `SourceFile.loss`
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),
@@ -50,7 +50,7 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Build shards, print a summary and return 0. `vocab_size`: size of a new tokenizer; None = VOCAB_SIZE.
+    """Build shards, print a summary and return 0. `vocab_size`: for a new tokenizer; None = VOCAB_SIZE.
     `overrides`: settings of the form data.build.NAME=VALUE. Raise ConfigError if the input is unusable."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress

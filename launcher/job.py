@@ -49,9 +49,9 @@ CPU_RANKS = 2  # ranks for --nproc auto if no GPU is used
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Configuration of a verb, with absolute paths, and the machine that runs it."""
+    """Configuration of a verb, with absolute paths, and the machine on which the verb runs."""
 
-    name: str  # file name of the configuration, without its suffix
+    name: str  # start of default directory names, such as the configuration's file name without suffix
     config: Config
     machine: Environment
     allow_code: bool = False  # whether the user's Python files (`task`, `optim.name`) may be executed
@@ -75,13 +75,13 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Return an issue if `ranks`, the value of `option`, exceeds the number of usable GPUs, else []."""
+        """Return an issue if `ranks` ranks, set by `option`, need more GPUs than are visible, else []."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
         if self.gpus and ranks > self.gpus:
             hint = f"use {option} {self.gpus}, or run.device=cpu"
-            message = f"{ranks} ranks, but only {self.gpus} GPUs"
+            message = f"{ranks} ranks need a GPU each, but the number of visible GPUs is {self.gpus}"
             return [Issue(option, "out_of_range", message, ranks, hint=hint)]
         return []
 
@@ -96,14 +96,14 @@ class Job:
         ]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
-        """Return the absolute path of `given`, or by default of FOLDER/NAME-KIND-DATE-TIME."""
+        """Return `given`, by default FOLDER/NAME-KIND-DATE-TIME, as an absolute path."""
         name = "-".join([*filter(None, (self.name, kind)), time.strftime("%Y%m%d-%H%M%S")])
         return (given or Path(folder) / name).resolve()
 
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Show options instead of settings in ConfigErrors of a `with` block. `options`: setting -> option."""
+    """Name options instead of settings in ConfigErrors of a `with` block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -121,7 +121,7 @@ def load(
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
-    """Return the path of configuration `name`; by default, config.yaml of the run directory if there is one,
+    """Return the path of configuration `name`; by default, config.yaml in `run_dir` if that file exists,
     else quickstart.yaml. Raise ConfigError if `name` is not a configuration."""
     if name is not None:
         path = find_named_config(name)
@@ -247,9 +247,9 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
-    """Create and lock an output directory. On exit, if it contains only the lock file, remove this file, and
-    also the directory if it is new. Raise ConfigError for `option` if the directory is not writable or is
-    in use. `what`: noun for messages."""
+    """Create and lock an output directory. On exit, if the directory contains only the lock file, remove
+    that file and, if this call created the directory, the directory too. Raise ConfigError for `option` if
+    the directory is not writable or is in use. `what`: noun for messages."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -300,7 +300,7 @@ class Output(Generic[P]):
         settings = differing_settings(before.config, self.plan.config) if "config_hash" in changed else []
         differ = [*settings, *((n, then.get(n), now[n]) for n in changed if n != "config_hash")]
         message = f"{self.path} contains another {self.what} ({'; '.join(_difference(*d) for d in differ)})"
-        return [Issue("--out", "exists", message, hint=f"{hint}, or repeat its options to resume it")]
+        return [Issue("--out", "exists", message, hint=f"{hint}, or repeat the earlier options to resume")]
 
     def lock(self) -> AbstractContextManager[None]:
         """Lock the directory in a `with` block. Raise ConfigError if it is not writable or in use."""

@@ -1,4 +1,4 @@
-"""Read and write result files, and define the models that several verbs share.
+"""Read and write result files, and define the pydantic models that several verbs share.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
 are fractions. Intervals are 95 % confidence intervals, [low, high]. null means not measured.
@@ -52,7 +52,7 @@ def parse(data: Any, model: type[F], name: str) -> F:
 
 
 def plain(part: StoredModel) -> dict[str, Any]:
-    """Convert a model to JSON values in field order."""
+    """Convert a pydantic model to a dict of JSON values, in field order."""
     return part.model_dump(mode="json")
 
 
@@ -94,7 +94,7 @@ class TuneFile(Measurement):
 
 
 class PlanFile(StoredFile):
-    """Plan of a measuring verb in its output directory: the configuration and the latest call's options."""
+    """Plan that a measuring verb stores in its directory: the configuration and the latest call's options."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1

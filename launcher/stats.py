@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DRAWS = 2000  # number of bootstrap draws
 BLOCK = 5  # steps per block; single steps are not resampled, because neighbouring step times are correlated
 LEVEL = 0.95  # confidence level
-WIDEST = 2.0  # a ratio counts as measurable if high / low of its interval is at most this
+WIDEST = 2.0  # a ratio is measurable if its interval spans at most this factor
 NORMAL = 1.960  # two-sided normal quantile at LEVEL
 
 
@@ -26,9 +26,9 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     """Resample the mean step time of repeated runs by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
 
     `repeats`: R lists with the seconds of each timed step. A draw resamples R repeats with replacement, and
-    blocks of BLOCK steps within each repeat; its value is the median of the R means. Few repeats understate
-    the spread. On a logarithmic scale, each draw's distance from the measured median is therefore multiplied
-    by (Student's t / normal quantile) * sqrt(R / (R - 1)). Return [DRAWS] seconds, or None for one repeat.
+    blocks of BLOCK steps within each repeat; its value is the median of the R means. With few repeats, the
+    draws spread too little, so each draw's log distance from the measured median is multiplied by
+    (Student's t / normal quantile) * sqrt(R / (R - 1)). Return the draws [DRAWS] in seconds; None if R is 1.
     """
     import numpy as np
 
@@ -82,7 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval, [low, high], that contains LEVEL of the draws; None if `draws` is None."""
+    """Return the central interval [low, high] with a share LEVEL of the draws; None if `draws` is None."""
     if draws is None:
         return None
     import numpy as np

@@ -28,7 +28,7 @@ class BatchLayout(BaseModel):
 
     @property
     def samples_per_micro_step(self) -> int:
-        """Return the number of sequences per forward/backward pass over all replicas."""
+        """Return the number of sequences in one forward/backward pass, summed over the replicas."""
         return self.micro_size * self.dp
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict, or if the
-    global batch or the quantum of its ramp is not a multiple of micro_size x dp. In the latter case, the hint
+    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict, or if
+    batch.global_size or batch.ramp_quantum is not a multiple of micro_size x dp. In the latter case, the hint
     lists the nearest multiples."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples per forward/backward pass, over all replicas
@@ -73,7 +73,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
     """Return the spent share of the budget, in [0, 1]. If the budget is in epochs, call with_budget first.
-    `spent`: elapsed seconds for a budget in hours, spent share for one in dollars or kWh, else unused."""
+    `spent`: elapsed seconds if the budget is in hours, share spent if in dollars or kWh, else unused."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -85,8 +85,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Return the configuration with a budget in epochs converted to tokens. Labelled examples differ in
-    length, so their budget is converted to whole steps instead. `num_samples`: samples per epoch."""
+    """Return the configuration with a budget in epochs converted to tokens. For labelled
+    examples, which differ in length, it is converted to whole steps. `num_samples`: samples per epoch."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -98,7 +98,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return the global batch, in sequences, of a step. `progress`: share of the budget spent before it."""
+    """Return a step's global batch, in sequences. `progress`: share of the budget spent before the step."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -112,10 +112,10 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Return the peak learning rate of a run, and its equation as text. `lr: auto` selects the untuned LAMB
-    rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon. With it, the noise that
-    the updates add over a given number of samples does not depend on the batch size. `linear` is the rule for
-    SGD (arXiv 1706.02677)."""
+    """Return the peak learning rate of a run, and the equation for it as text. `lr: auto` selects the untuned
+    LAMB rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon. Under this rule, the
+    noise that the updates add over a given number of samples does not depend on the batch size. `linear` is
+    the rule for SGD (arXiv 1706.02677)."""
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5

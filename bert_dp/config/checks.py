@@ -26,7 +26,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
     engine, tensor = parallel.engine, parallel.tensor
     facts = engine_facts(engine)
     if facts.max_ranks is not None and world_size > facts.max_ranks:
-        message = f"{engine} runs only one rank, got --nproc {world_size}"
+        message = f"{engine} supports only one rank, got --nproc {world_size}"
         yield Issue("parallel.engine", "conflict", message, engine, "--nproc", "use ddp")
     if world_size < facts.min_ranks:
         message = f"{engine} needs at least {facts.min_ranks} ranks, got --nproc {world_size}"
@@ -35,7 +35,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         yield from _tensor_issues(config, world_size)
     dp, replicas = world_size // tensor, parallel.fsdp_replicas
     if "fsdp_replicas" in facts.settings and dp % replicas:
-        message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
+        message, hint = f"{replicas} does not divide dp = {dp}", f"use {nearest_divisors(dp, replicas)}"
         yield Issue("parallel.fsdp_replicas", "does_not_divide", message, replicas, "--nproc", hint)
     needs = optimizer_facts(optim).needs
     if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
@@ -55,7 +55,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
         yield Issue("optim.name", "conflict", message, optim, "parallel.engine", hint)
     if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
-        message = f"fp16 loses small gradients without a loss scale, but precision is {config.precision}"
+        message = f"fp16 loses small gradients unless the loss is scaled, but precision is {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
         yield Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint)
     if config.model.lstm_size:
@@ -77,7 +77,7 @@ def parallel_issues(config: Config, world_size: int) -> Iterator[Issue]:
 
 def rank_sets(config: Config, world_size: int) -> dict[str, int]:
     """Return {setting: number of consecutive ranks that must share a node}. These ranks communicate in every
-    layer, because each of them has a part of the same weights."""
+    layer, because each of them holds a part of the same weights."""
     parallel = config.parallel
     sets = {"parallel.tensor": parallel.tensor}
     if "fsdp_replicas" in engine_facts(parallel.engine).settings and parallel.fsdp_replicas > 1:
@@ -87,7 +87,7 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
     """Find the settings whose ranks must share a node but are on several nodes. `sets`: result of rank_sets.
-    `nodes`: node name of each rank; messages omit the part after a slash."""
+    `nodes`: each rank's node, as a name or as HOST/BOOT_ID; messages omit the boot ID."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
@@ -95,15 +95,15 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
             if len(over) > 1:
                 ranks = ", ".join(map(str, range(first, first + size)))
                 hosts = ", ".join(node.partition("/")[0] for node in over)
-                message = f"every {size} consecutive ranks must share a node; ranks {ranks} are on {hosts}"
-                hint = f"start a multiple of {size} ranks on each node, numbered consecutively"
+                message = f"each group of {size} ranks must share a node, but ranks {ranks} are on {hosts}"
+                hint = f"on each node, start a multiple of {size} ranks with consecutive numbers"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
     return issues
 
 
 def residual_issues(config: Config, precision: str) -> list[Issue]:
-    """Check that `precision` permits model.residual_dtype; auto passes because it is resolved later."""
+    """Check that `precision` permits model.residual_dtype; accept auto, because it is resolved later."""
     if config.model.residual_dtype == "full" or precision in ("auto", "bf16"):
         return []
     decided = " (auto)" if config.precision == "auto" else ""
@@ -130,15 +130,15 @@ def _tensor_issues(config: Config, world_size: int) -> Iterator[Issue]:
 
 
 def finetune_issues(config: Config) -> Iterator[Issue]:
-    """Find settings that conflict with labelled examples."""
+    """Find settings that conflict with training on labelled examples."""
     if not config.has_examples:
         return
     count, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and count < 1 + (kind == "single_label"):
         hint = "list the labels, or use `bert-dp finetune`, which reads them from the data"
-        yield Issue("finetune.labels", "missing", f"{count} labels are too few for {kind}", count, hint=hint)
+        yield Issue("finetune.labels", "missing", f"too few labels for {kind}: {count}", count, hint=hint)
     if config.distill.loss == "kl" and kind != "single_label":
-        message, hint = f"kl needs class probabilities, but the task is {kind}", "use mse"
+        message, hint = f"kl needs a softmax over the classes, but the task is {kind}", "use mse"
         yield Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint)
     try:
         finetuned_head(config.model, config.finetune)
@@ -146,7 +146,7 @@ def finetune_issues(config: Config) -> Iterator[Issue]:
         yield from error.issues
     for path, reason, hint in (
         ("batch.ramp_fraction", "with labelled examples, the global batch is constant", "use 0"),
-        ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
+        ("schedule.tokens", "labelled examples vary in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
             yield Issue(path, "conflict", f"{value}, but {reason}", value, "objective.name", hint)
@@ -228,7 +228,7 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
-    """Find settings that must equal those in `old`, the configuration of the initial weights, but differ.
+    """Find settings that must match `old`, the configuration of the run that trained the weights, but differ.
     Equal shapes do not suffice: with another number of heads, the weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
@@ -239,7 +239,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
         fixed.append("optim.name")
     issues = []
     if (own := old.get("task")) != new.task:
-        message = f"its weights were trained with task: {_yaml_word(own)}"
+        message = f"the weights were trained with task: {_yaml_word(own)}"
         issues.append(Issue("run.init_from", "conflict", message, source, "task", "choose another run"))
     for name in fixed:
         if (was := before.get(name)) != after[name]:
@@ -277,7 +277,7 @@ _USE_ONNX = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the transformers architecture that has the model's kinds of positions and norms, or None."""
+    """Return the transformers architecture with the model's position and norm settings, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
@@ -340,8 +340,8 @@ def export_formats(config: Config) -> str:
 def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
-    """Resolve the precision `setting`. auto becomes `kept`, the checkpoint's precision, if it is given; else
-    bf16 if all `engines` and devices (`has_bf16`) support it; else fp16 on GPUs and fp32 on CPUs."""
+    """Resolve the precision `setting`. auto becomes `kept`, the checkpoint's precision, if given; else bf16
+    if the devices (see `has_bf16`) and all `engines` support bf16; else fp16 on GPUs and fp32 on CPUs."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -352,8 +352,8 @@ def decide_precision(
 
 
 def cpu_field(name: str, root: Path = Path("/")) -> str:
-    """Return the first value of a field in /proc/cpuinfo, such as "flags" or "model name"; "" if there is
-    none. `root`: the directory that contains proc/."""
+    """Return the value of a field, such as "flags" or "model name", of the first CPU in /proc/cpuinfo; "" if
+    it cannot be found. `root`: the directory that contains proc/."""
     text = ""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -372,14 +372,14 @@ def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ProfilePlan:
-    """Ranks and steps to record with torch.profiler. `first` and `last` are numbered as in metrics.jsonl."""
+    """Ranks and steps to record with torch.profiler. `first`, `last`: step numbers as in metrics.jsonl."""
 
     first: int
     last: int
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's options, without ranks that a restart has removed; [] if no rank is left."""
+        """Return the worker's profiling options for the ranks below `world_size`; [] if there are none."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
@@ -399,7 +399,7 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
     """Find steps and ranks in `plan` that the run does not have. `steps`: last step of the run; None =
-    unknown. `done`: last step that earlier starts of the run completed."""
+    unknown. `done`: step of the checkpoint from which the run resumes."""
     issues = []
     if steps is not None and plan.last > steps:
         message, hint = f"step {plan.last} is after the last step ({steps})", f"use END <= {steps + 1}"

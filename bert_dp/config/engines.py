@@ -1,4 +1,4 @@
-"""Declare the properties of engines and optimizers, for checks, costs, plans and advice. Torch-free.
+"""Declare engine and optimizer properties that checks, cost estimates, plans and advice use. Torch-free.
 
 Each engine has a row in ENGINES and a file `bert_dp/parallel/NAME.py`; each optimizer has a row in OPTIMIZERS
 and a file `bert_dp/optim/NAME.py`.
@@ -17,7 +17,7 @@ class EngineFacts:
     """Properties of an engine; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """State that is sharded over the replicas; if `stages` is true, only the first `zero_stage` items are."""
+    """Kinds of state that are sharded over the replicas; if `stages` is true, only the first `zero_stage`."""
     stages: bool = False
     """True if `parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
@@ -34,13 +34,13 @@ class EngineFacts:
     noise_scale: bool = False
     """True if the engine exposes gradients at two batch sizes, as `log.noise_scale` requires."""
     waits_in_forward: bool = False
-    """True if the measured times of forward and backward passes include waits for other ranks."""
+    """True if ranks wait for each other in forward passes, so that a rank's compute time is unknown."""
     master_copy: bool = False
-    """True if the owner of an optimizer shard keeps a second copy of its weights (ZeRO stages 1 and 2)."""
+    """True if each rank keeps a second copy of the weights that it updates (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
-    """True if gradients stay whole between the micro batches of a step and are sharded when the step ends."""
+    """True if gradients stay whole during accumulation and are sharded in the last micro batch of a step."""
     package: str | None = None
-    """Package that the engine wraps; its extra in pyproject.toml has the same name."""
+    """Package that the engine wraps. The extra in pyproject.toml that installs it has the same name."""
     benchmarked: bool = True
     """True if `scale --engines` accepts the engine."""
     waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
@@ -116,9 +116,9 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """Data that an update needs in addition to its shard: whole tensors, tensor norms, or a whole replica."""
+    """What the update of a shard needs besides the shard: whole tensors, tensor norms, or a whole replica."""
     matrix_moments: int = 2
-    """Optimizer-state values per parameter of the matrices in blocks. All other parameters have 2."""
+    """Number of optimizer-state values per parameter in weight matrices of blocks; 2 for other parameters."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {

@@ -1,5 +1,5 @@
-"""Define ConfigError and Issue. An Issue is a problem with a setting, option, file or package. Read untrusted
-files, which must be regular and of limited size, and describe each of their problems in one line."""
+"""Define Issue, a problem with a setting, option, file or package, and ConfigError. Read untrusted files,
+which must be regular files of limited size, and describe each problem in a file in one line."""
 
 import contextlib
 import dataclasses
@@ -75,12 +75,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join(map(str, self.issues)))
 
     def __reduce__(self) -> tuple[type[Self], tuple[tuple[Issue, ...]]]:
-        return type(self), (self.issues,)  # the default would pickle the joined text
+        return type(self), (self.issues,)  # the default pickles only the message, not the issues
 
 
 def require(module: str, extra: str, what: str) -> Any:
     """Import and return an optional module. If it is missing, raises ConfigError with a command that installs
-    `extra`. `what`: setting, file or command that needs the module, optionally with `: VALUE` or `: USE`."""
+    `extra`. `what`: setting, file or command that needs the module, plus an optional `: VALUE` or `: USE`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -92,7 +92,7 @@ def require(module: str, extra: str, what: str) -> Any:
 
 def install_command(extra: str) -> str:
     """Return a command that installs the requirements of an extra, such as `pip install 'rensa>=0.5'`. If
-    bert-dp itself is not installed, these are unknown, and the command installs the package named `extra`."""
+    bert-dp is not installed, its requirements are unknown, and the command installs the package `extra`."""
     lines: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
@@ -105,13 +105,13 @@ def install_command(extra: str) -> str:
 
 
 class StoredModel(BaseModel):
-    """Base class of stored data. Types are strict, numbers are finite, and unknown keys are ignored."""
+    """Base class for models of stored data. Types are strict, numbers finite, and unknown keys ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Describe each of the first eight problems of a file in one line: key, problem and any scalar value."""
+    """Describe each of the first eight problems in a file in one line: key, problem, and value if scalar."""
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
@@ -125,8 +125,8 @@ def problem_lines(error: ValidationError) -> list[str]:
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
     """Convert an error from reading a file (OSError, ValueError, RecursionError) to ConfigError. `setting`:
-    the file, or an option that names it. For an option, `what` is the file, or a part of it; the message
-    starts with `what`."""
+    the file, or an option that names it. `what`: for an option, the file or the part of the file that is
+    read. Each message starts with `what`."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:
@@ -147,11 +147,11 @@ def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file of at most `most_bytes`. Raises OSError if the path is invalid, or if the file is
-    larger, a pipe or a device; pipes and devices may be endless."""
+    """Read a regular file of at most `most_bytes`. Raises OSError if the path is invalid, the file
+    is larger, or the file is not regular (a pipe or a device may be endless)."""
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    except ValueError as error:  # the path contains a NUL or is not UTF-8
+    except ValueError as error:  # the path contains a NUL or cannot be encoded
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with file:
         status = os.fstat(file.fileno())

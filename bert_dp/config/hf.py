@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 2**22
 DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
 WEIGHTS, EXPORTED = "model.safetensors", "export.json"
 TOKENIZER = "tokenizer.json"
-"""File name of the tokenizer in a run, its checkpoints and its exports. The file in an export may differ."""
+"""File name of the tokenizer in runs, checkpoints and exports. An export may change the file's contents."""
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -30,7 +30,7 @@ BERT_FIELDS = {
     "dropout": ("hidden_dropout_prob", 0.1),
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
-"""`model` setting -> (optional field of config.json, its default)."""
+"""`model` setting -> (optional field of config.json, default of the field)."""
 MODERNBERT_FIELDS = {
     "norm_eps": ("norm_eps", 1e-5),
     "norm_bias": ("norm_bias", False),
@@ -70,14 +70,14 @@ THETAS = {
     "full_attention": ("rope_theta", "global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", "local_rope_theta", 10_000.0),
 }
-"""Kind of layer -> (`model` setting, field of config.json before transformers 5, default of this field)."""
-ROBERTAS = ("roberta", "roberta-prelayernorm")  # position ids start at the padding token's id + 1
+"""Kind of layer -> (`model` setting, field of config.json in transformers 4, default of the field)."""
+ROBERTAS = ("roberta", "roberta-prelayernorm")  # their position ids start at the padding token's id + 1
 FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
 
 @dataclasses.dataclass(frozen=True)
 class HfEncoder:
-    """Encoder in a directory in transformers format."""
+    """An encoder stored as a directory in transformers format."""
 
     directory: Path
     model: dict[str, Any]
@@ -108,7 +108,7 @@ def hf_directory(init_from: str | None) -> Path | None:
 def read_hf(directory: Path) -> HfEncoder:
     """Read config.json in `directory`. Raises ConfigError if it is damaged or the model is unsupported."""
     if not directory.is_dir():
-        download = f"hf:DIR is a local directory; download one with `hf download {directory} --local-dir DIR`"
+        download = f"hf: takes a local directory; download it with `hf download {directory} --local-dir DIR`"
         message = f"{directory} is not a directory"
         raise ConfigError([Issue("run.init_from", "not_found", message, str(directory), hint=download)])
     with refusing("run.init_from", str(directory / "config.json")):
@@ -117,9 +117,9 @@ def read_hf(directory: Path) -> HfEncoder:
             raise ValueError("is not a JSON object")
     family = settings.get("model_type")
     if family not in FAMILIES:
-        reason = "whose files lack the embedding norm" if family == "eurobert" else "which is not supported"
+        reason = "which has no norm after the embedding" if family == "eurobert" else "which is not supported"
         message = f"{directory}: model_type is {family!r:.80}, {reason}; supported are {', '.join(FAMILIES)}"
-        hint = "start from the run itself: run.init_from=RUN" if family == "eurobert" else None
+        hint = "if it was exported from a run, use run.init_from=RUN" if family == "eurobert" else None
         raise ConfigError([Issue("run.init_from", "unsupported", message, family, hint=hint)])
     try:
         is_modern = family == "modernbert"
@@ -138,7 +138,7 @@ def read_hf(directory: Path) -> HfEncoder:
 
 
 def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return {setting: value} for the sizes and the `optional` fields of config.json."""
+    """Return {setting: value} for the fields of config.json that SIZES and `optional` name."""
     sizes = {setting: settings[field] for setting, field in SIZES.items()}
     return sizes | {name: settings.get(field, default) for name, (field, default) in optional.items()}
 
@@ -203,7 +203,7 @@ def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
 
 
 def hf_issues(directory: Path, config: Config) -> list[Issue]:
-    """Find settings that prevent a run from starting with the weights in `directory`."""
+    """Find the problems that prevent a run from starting from the weights in `directory`."""
     try:
         encoder = read_hf(directory)
     except ConfigError as error:
@@ -236,7 +236,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
         return []
     if own.is_file():
         message = f"the data use a different tokenizer than {directory}"
-        hint = f"build the shards with `data build --tokenizer {own}`; with data.sources, omit data.tokenizer"
+        hint = f"run `data build --tokenizer {own}` or, if data.sources is set, omit data.tokenizer"
     else:
         message = f"{directory} has no {TOKENIZER}, and a new tokenizer would have different token ids"
         hint = "save the model's tokenizer to that directory, or set data.tokenizer to its path"
@@ -244,7 +244,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the SHA-256 of the run's tokenizer from export.json, or None. The exported file may differ."""
+    """Return the SHA-256 of the run's tokenizer from export.json (an export may change the file), or None."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

@@ -2,7 +2,7 @@
 
 Precedence, lowest first: defaults < YAML file < overrides. With `optim: {lr: 1e-3}` in the file and the
 override `optim.lr=2e-3`, the run uses 2e-3. `schedule` has one budget, and `data` has either `path` or
-`sources`. If two levels set different ones, the higher level decides. Two at the same level are an error.
+`sources`. If two levels choose differently, the higher one decides. Two choices in one level are an error.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from bert_dp.config.schema import BUDGETS, CODE, Config, ModelConfig, all_settin
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
-MAX_SHOWN = 200  # maximum number of characters of a value in a message
+MAX_SHOWN = 200  # a message shows at most this many characters of a value
 _SYNONYMS = """
 learning_rate max_lr peak_lr base_lr: optim.lr
 optimizer: optim.name
@@ -118,13 +118,13 @@ def find_config(name: str, folder: Path = Path()) -> Path:
         hint = "pass a file, or a name listed by `bert-dp configs`"
         raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
     path = folder / Path(name).expanduser()
-    if path.exists() and not path.is_dir():  # a directory may have the name of a configuration
+    if path.exists() and not path.is_dir():  # a directory may have the same name as a shipped configuration
         return path
     names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
     plain = Path(name)
     if plain.parent.name in ("", "configs") and plain.stem in names:
         return shipped_configs() / f"{plain.stem}.yaml"
-    if path.exists():  # a directory; reading it as a file raises the error
+    if path.exists():  # a directory, which the caller refuses
         return path
     message = f"no such file or shipped configuration ({', '.join(names)})"
     similar = _did_you_mean(difflib.get_close_matches(plain.stem, names, n=1))
@@ -149,7 +149,7 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
                 message = f"{' and '.join(chosen)} are both set"
                 issues.append(Issue(section, "conflict", message, hint="keep one"))
             if chosen and isinstance(merged.get(section), dict):
-                # data.path also replaces the build settings, because they apply to data.sources
+                # data.path also displaces data.build and data.tokenizer, which were set for data.sources
                 displaced = (*members, "build", "tokenizer") if chosen == ["path"] else members
                 merged[section] = {k: v for k, v in merged[section].items() if k not in displaced}
         merged = _merged(merged, level)
@@ -182,7 +182,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """Return the section of `key`, created if missing, and the last part of `key`. Raises ValueError."""
     *parents, leaf = key.split(".")
-    if len(parents) > 16:  # no setting has more than three
+    if len(parents) > 16:  # no setting has more than three parts
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     for depth, parent in enumerate(parents, 1):
         tree = tree.setdefault(parent, {})
@@ -238,7 +238,7 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Loader for YAML 1.2 scalars that rejects duplicate keys and aliases, which may expand without limit."""
+    """YAML loader (1.2 scalars) that rejects duplicate keys, and aliases, which may expand without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
@@ -291,7 +291,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _short(text: str) -> str:
-    """Truncate a long text for a message, and append its length."""
+    """Truncate a text that is too long for a message, and append its original length."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 

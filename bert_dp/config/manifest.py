@@ -1,4 +1,4 @@
-"""Read manifest.json of shards and examples.json of examples, and find settings that conflict with them."""
+"""Read manifest.json (shards) and examples.json (examples), and find settings that conflict with them."""
 
 import hashlib
 import json
@@ -114,7 +114,7 @@ class Manifest(HashedFile):
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: dict[str, Count]
     num_special: Count
-    """Lowest token id that may randomly replace a masked token."""
+    """Lowest id of the random tokens that masking inserts."""
     train: Split
     held_out: Split
     unigram_entropy_nats: float | None
@@ -163,12 +163,12 @@ class Manifest(HashedFile):
         """Find settings that conflict with the shards."""
         directory, issues = config.data.path or "the built shards", []
         if self.sequence_length != (given := config.data.sequence_length):
-            message = f"{given}, but {directory} has sequences of {self.sequence_length} tokens"
+            message = f"{given}, but {directory} contains sequences of {self.sequence_length} tokens"
             hint = f"set data.sequence_length={self.sequence_length} or rebuild the shards"
             issues.append(Issue("data.sequence_length", "conflict", message, given, "data.path", hint))
         if self.vocab_size > (given := config.model.vocab_size):
             message = f"{given} is less than the {self.vocab_size} tokens of the vocabulary in {directory}"
-            hint = f"set model.vocab_size={self.vocab_size} or more"
+            hint = f"set model.vocab_size to {self.vocab_size} or more"
             issues.append(Issue("model.vocab_size", "conflict", message, given, "data.path", hint))
         return issues
 
@@ -239,7 +239,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read `model.file_name` in a directory; check format, version, hash and content. Raises ConfigError."""
+    """Read a directory's `model.file_name`; check format, version, hash and content. Raises ConfigError."""
     path = directory / model.file_name
     with errors.refusing(str(path), hint=model.hint):
         content = json.loads(errors.read_regular(path, errors.MAX_JSON_BYTES))
@@ -262,7 +262,7 @@ def format_of(model: type[HashedFile]) -> list[Any]:
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with the format and version of the files that `model` describes, and with its hash."""
+    """Return `content` with the format and version that `model` specifies, plus a hash of all of them."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -293,10 +293,10 @@ class ExampleSplit(StoredModel):
     in_train: Count | None
     """Number of examples whose texts also occur in train, ignoring case and white space; null for train."""
     baseline: dict[Metric, float | None] | None
-    """Metrics of a model that always predicts train's most frequent label or mean score. null for train
-    and for splits without labels; a metric is null if it is undefined for constant predictions."""
+    """Metrics of a model that always predicts train's most frequent label or mean score. The field is null
+    for train and for splits without labels; a metric is null if it is undefined for constant predictions."""
     left_out: Count
-    """Number of rows that were skipped because they are invalid."""
+    """Number of rows that were skipped because they were invalid."""
     letters: Count
     lost_letters: Count
     """Number of letters that the normalizer drops or that are part of an unknown token."""
@@ -329,7 +329,7 @@ class ExamplesManifest(HashedFile):
     pair: bool = False
     """True if each example consists of two texts."""
     metrics: list[Metric] = Field(min_length=1)
-    """Metrics to compute. The first one ranks the trials of a GLUE task."""
+    """Metrics to compute. The first metric is used to rank the trials of a GLUE task."""
     sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
     """Maximum number of tokens per example; longer examples were truncated."""
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
@@ -337,7 +337,7 @@ class ExamplesManifest(HashedFile):
     tokenizer: TokenizerFile
     splits: dict[BaseName, ExampleSplit]
     official: bool | None
-    """True if every split has the official number of rows in GLUE; null = not a GLUE task."""
+    """True if every split has GLUE's official number of rows; null if the task is not from GLUE."""
     dev_share: Share
     """Share of train that was moved to dev; 0 if dev is a separate file."""
     hash: Sha256
@@ -354,7 +354,7 @@ class ExamplesManifest(HashedFile):
         if TRAIN not in self.splits:
             raise ValueError("splits: train is missing")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
-            raise ValueError(f"labels: {len(names)} is the wrong number for {self.kind}, or one occurs twice")
+            raise ValueError(f"labels: wrong number for {self.kind} ({len(names)}), or a label occurs twice")
         if too_large:
             raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
@@ -367,7 +367,7 @@ class ExamplesManifest(HashedFile):
         """Find settings that conflict with the examples."""
         directory, issues = str(config.data.path), []
         if self.sequence_length > (length := config.data.sequence_length):
-            message = f"{length}, but {directory} has examples of up to {self.sequence_length} tokens"
+            message = f"{length}, but {directory} contains examples of up to {self.sequence_length} tokens"
             fix = f"set data.sequence_length={self.sequence_length}"
             issues.append(Issue("data.sequence_length", "conflict", message, length, directory, fix))
         if self.vocab_size > (size := config.model.vocab_size):
@@ -376,7 +376,7 @@ class ExamplesManifest(HashedFile):
             issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
         for name, value in (("kind", self.kind), ("labels", tuple(self.labels)), ("pair", self.pair)):
             if (setting := getattr(config.finetune, name)) != value:
-                message, fix = f"{setting}, but {directory} has {value}", "use the value of the examples"
+                message, fix = f"{setting}, but {directory} has {value}", "use the examples' value"
                 issues.append(Issue(f"finetune.{name}", "conflict", message, setting, directory, fix))
         return issues
 
@@ -402,7 +402,7 @@ class ExamplesManifest(HashedFile):
 
 
 def read_examples(directory: Path) -> ExamplesManifest:
-    """Read and check examples.json in a prepared directory, run or checkpoint. Raises ConfigError."""
+    """Read and check the examples.json of prepared examples, a run or a checkpoint. Raises ConfigError."""
     return read_hashed(directory, ExamplesManifest)
 
 

@@ -20,7 +20,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Check, without executing code, that custom code is `allowed` and that its file defines the function."""
+    """Check that custom code is `allowed` and that its file defines the function. No code is executed."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -57,7 +57,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
         Issue(
             setting,
             "conflict",
-            f"the SHA-256 of the code is {digest[:16]}, but the checkpoint has {saved[setting][:16]}",
+            f"the SHA-256 of the code is {digest[:16]}, but the checkpoint records {saved[setting][:16]}",
             digest,
         )
         for setting, digest in code_hashes(config).items()
@@ -71,7 +71,7 @@ def load_function(text: str) -> Callable[..., Any]:
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
-    assert spec.loader is not None  # Python has a loader for files that end with .py
+    assert spec.loader is not None  # Python has a loader for files that end in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module in sys.modules
     spec.loader.exec_module(module)

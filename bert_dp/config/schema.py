@@ -28,7 +28,7 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
-# limits far above any practical value; they catch typing mistakes and bound the loops and numbers in checks
+# limits far above any practical value; they catch typing errors and bound loop counts and integers in checks
 MAX_BATCH = 2**20  # sequences per optimizer step
 MAX_STEPS = 10**12
 MAX_TOKENS = 10**18
@@ -38,31 +38,31 @@ MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
-CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # FILE.py:function: custom code
+CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # custom code, given as FILE.py:function
 FREE_ON_RESUME = "free on resume"
-"""Mark of a setting that may differ when a run resumes."""
+"""Mark of a setting that may be changed when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
-"""Mark of a model setting that may differ from that of the weights in run.init_from."""
-METERED = ("dollars", "kwh")  # budgets whose spending ledger.json records
+"""Mark of a model setting whose value may differ from the one with which run.init_from was trained."""
+METERED = ("dollars", "kwh")  # budgets whose spending is recorded in ledger.json
 CLOCKED = ("hours", *METERED)  # budgets for which the number of steps is not known in advance
-BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # budgets of a schedule, of which exactly one is set
+BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # a schedule sets exactly one of these budgets
 
 
 class OnlyWith:
-    """Mark of a setting that has an effect only if another one, `setting`, has one of `values`. Without
-    `values`, the other setting must not be null, 0 or false."""
+    """Mark of a setting that has an effect only if the setting named `setting` has one of `values`. Without
+    `values`, that setting must not be null, 0 or false."""
 
     def __init__(self, setting: str, *values: object):
         self.setting, self.values = setting, values
 
     def applies(self, value: object) -> bool:
-        """Return True if the marked setting has an effect with this value of `setting`."""
+        """Return True if the marked setting has an effect when `setting` has this value."""
         return value in self.values if self.values else bool(value)
 
 
 def _can_be_a_path(text: str) -> str:
     if "\0" in text or len(text.encode()) > MAX_PATH:
-        raise ValueError(f"is not a valid path: it contains a NUL or more than {MAX_PATH} bytes")
+        raise ValueError(f"is not a valid path: it contains a NUL byte or is longer than {MAX_PATH} bytes")
     return text
 
 
@@ -88,8 +88,8 @@ def duration(unit_s: float) -> BeforeValidator:
 
 
 def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
-    """Return a validator that accepts `other`, the keys of `table` and, if `code` is true, FILE.py:function.
-    It also accepts keys that are added to `table` later."""
+    """Return a validator that accepts the strings in `other`, the keys of `table` (also those added later)
+    and, if `code` is true, FILE.py:function."""
 
     def check(text: str) -> str:
         if text in (*other, *table) or (code and CODE.fullmatch(text)):
@@ -122,7 +122,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _whole(cls, value: object, info: ValidationInfo) -> object:
-        """Convert whole floats to integers if the field is an integer, because 1e3 is a float in YAML."""
+        """Convert whole-number floats to integers in integer fields, because YAML reads 1e3 as a float."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         is_count = int in (annotation, *get_args(annotation))
         return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
@@ -130,12 +130,12 @@ class Section(BaseModel):
 
 class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the initial weights, the sample order, the masks and dropout."""
+    """Seed for the initial weights, the sample order, the masks and dropout."""
     device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
     """auto = all GPUs of the machine, or the CPU if the machine has no GPU."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
     """Use a fixed order of additions on GPUs, so that a resumed run is bit-equal to an uninterrupted one.
-    GPUs are then slower. CPUs always use a fixed order."""
+    This slows down training on GPUs. CPUs always use a fixed order."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Source of the initial weights: a checkpoint, a run directory, or hf:DIR. DIR contains a BERT, RoBERTa
     or ModernBERT in transformers format; it also supplies the model settings and the tokenizer. Counters and
@@ -147,17 +147,17 @@ class RunConfig(Section):
     its step count, as in phase 2 of pretraining with LAMB. moments requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
     """Stop the run after this many consecutive skipped steps. A step is skipped if its gradients are not
-    finite. With fp16, 16 more may be skipped while the loss scale decreases."""
+    finite. With fp16, 16 more steps may be skipped, because each skip halves the loss scale."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
-    """Seconds without progress after which a hang is reported, with the stack of the rank that the others
-    wait for. The limit is at least three times the median step time. During set-up, compilation and saving,
-    it is at least 300 s."""
+    """Report a hang after this many seconds without progress, with the stack of the rank that the others
+    wait for. The limit is never less than three times the median step time, nor less than 300 s during
+    set-up, compilation and saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines. It multiplies all kWh."""
+    """Power usage effectiveness: power of the building / power of the machines. All kWh values include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -192,8 +192,8 @@ class BuildConfig(Section):
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """End of a document in plain text: line = the end of each line; blank_line = a blank line. Documents
-    are held out whole, so blank_line keeps neighbouring lines in the same split."""
+    """What ends a document in plain text: line = the end of each line; blank_line = a blank line. Documents
+    are held out whole, so blank_line keeps the lines of a paragraph in the same split."""
 
 
 class DataConfig(Section):
@@ -212,7 +212,7 @@ class DataConfig(Section):
     synthetic: bool = False
     """Train on one fixed micro batch of random tokens, to measure step times without the data loader."""
     build: BuildConfig = BuildConfig()
-    """Options for building shards from data.sources; with data.path, the options of the existing shards."""
+    """Options for building shards from data.sources. With data.path, the existing shards' options apply."""
 
 
 class ModelConfig(Section):
@@ -237,7 +237,7 @@ class ModelConfig(Section):
     """Width of the attention window in local layers, half on either side of a token (ModernBERT: 128); 0 =
     all layers attend to the whole sequence."""
     global_attention_every: Annotated[int, OnlyWith("model.local_attention")] = Field(3, ge=1, le=10_000)
-    """With local attention, the first layer and then every n-th layer attend to the whole sequence."""
+    """With local attention, layers 0, n, 2n, ... attend to the whole sequence; n is this setting."""
     local_rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.local_attention")] = Field(
         10_000.0, gt=0
     )
@@ -260,13 +260,13 @@ class ModelConfig(Section):
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Dropout probability of the embedding, the attention output and the MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Dropout probability of the attention probabilities; above 0, they are materialized, which is slower."""
+    """Dropout probability of the attention matrix. Above 0, the matrix is materialized, which is slower."""
     lstm_size: Annotated[int, OnlyWith("objective.name", "distill")] = Field(0, ge=0, le=2**17)
     """Hidden units per direction of a BiLSTM between the embedding and the head; 0 = a transformer. Of the
     other model settings, only vocab_size, hidden_size and dropout have an effect on a BiLSTM."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Data type of the residual stream; full = the parameters' precision. bf16 halves the memory traffic of
-    norms and additions, rounds every sum, and needs `precision: bf16`, or auto if it becomes bf16."""
+    norms and additions but rounds every sum. It needs `precision: bf16`, or auto where that selects bf16."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -280,7 +280,7 @@ class ModelConfig(Section):
         if self.position == "scaled_sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"scaled_sinusoidal needs an even hidden_size, got {self.hidden_size}")
         if self.norm_position == "post" and not self.first_attention_norm:
-            raise ValueError("norm_position: post needs first_attention_norm: true (every layer has a norm)")
+            raise ValueError("norm_position: post needs first_attention_norm: true (post uses this norm)")
         return self
 
     @property
@@ -289,7 +289,7 @@ class ModelConfig(Section):
         return self.token_types > 1 and not self.lstm_size
 
     def is_local(self, layer: int) -> bool:
-        """Return True if a layer, counted from 0, attends only to its window."""
+        """Return True if `layer`, counted from 0, attends only within the local window."""
         return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
@@ -302,8 +302,8 @@ class ObjectiveConfig(Section):
 
 
 class FinetuneConfig(Section):
-    """Task of a run with objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` read
-    kind, labels and pair from the data."""
+    """Task of a run whose objective.name is finetune or distill. `bert-dp finetune` and `bert-dp distill`
+    read kind, labels and pair from the data."""
 
     kind: LabelKind = "single_label"
     """single_label: one class per example; multi_label: any number of classes; regression: a score."""
@@ -326,8 +326,8 @@ class FinetuneConfig(Section):
 
 
 class DistillConfig(Section):
-    """Teacher and loss of a run with objective.name: distill. The loss of an example is alpha x (loss against
-    the label) + (1 - alpha) x (loss against the teacher's logits)."""
+    """Teacher and loss of a run whose objective.name is distill. The loss of an example is alpha x (loss
+    against the label) + (1 - alpha) x (loss against the teacher's logits)."""
 
     logits: PathText | None = None
     """Directory of the teacher's logits for every training example, written by `bert-dp distill`."""
@@ -335,9 +335,9 @@ class DistillConfig(Section):
     """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the KL divergence
     of the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
     temperature: Annotated[float, OnlyWith("distill.loss", "kl")] = Field(1.0, gt=0, le=1000)
-    """Divisor of the logits of student and teacher."""
+    """Number by which the logits of student and teacher are divided before the softmax."""
     alpha: float = Field(0.0, ge=0, le=1)
-    """Weight of the loss against the labels. For augmented copies, the teacher's prediction is the label."""
+    """Weight of the loss against the labels. An augmented copy's label is the teacher's prediction for it."""
     embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
     """Source of a BiLSTM's initial embedding: a run, or a text file with a token and its vector on each line;
     null = random. `bert-dp distill --embeddings` sets it."""
@@ -347,8 +347,8 @@ class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas, independent of the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward pass. With auto, `bert-dp train` first chooses a size
-    with short runs, as `bert-dp tune batch` does, and saves the size in the run's configuration."""
+    """Sequences per replica in one forward/backward pass. With auto, `bert-dp train` first makes short
+    runs to choose a size, as `bert-dp tune batch` does, and saves the size in the run's configuration."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Length of the linear batch ramp as a share of the budget; 0 = no ramp. At share f of the budget, the
     batch is ramp_quantum x (1 + floor(f x global_size / (ramp_fraction x ramp_quantum))), up to global_size.
@@ -382,7 +382,7 @@ class ScheduleConfig(Section):
     """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
     tokens or, for finetuning, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
-    """Budget in dollars at run.price_per_device_hour, over all starts of the run. All time during which
+    """Budget in dollars at run.price_per_device_hour, over all starts of the run. The whole time that
     the launcher runs is charged."""
     kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
     """Budget in kWh over all starts of the run. Energy is measured, or computed from run.watts_per_device."""
@@ -434,7 +434,7 @@ class OptimConfig(Section):
     @field_validator("lr", mode="wrap")
     @classmethod
     def _one_reason(cls, value: object, check: Callable[[object], Any]) -> Any:
-        """Replace pydantic's two errors, for a number and for auto, with one error."""
+        """Replace pydantic's two errors (one for the number, one for auto) with a single error."""
         try:
             return check(value)
         except ValidationError:
@@ -468,7 +468,7 @@ class ParallelConfig(Section):
     static_graph: bool = False
     """ddp: pass static_graph to torch's DDP, which then assumes that every step runs the same graph."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
-    """fsdp: number of copies of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
+    """fsdp: number of copies of the sharded state (hybrid sharding); a divisor of the number of replicas."""
     zero_stage: int = Field(1, ge=0, le=3)
     """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
@@ -487,8 +487,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Number of newest checkpoints to keep; 0 = write no checkpoints, so that the run cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
-    """Action if a checkpoint cannot be saved. continue = train until the next checkpoint; stop = end the run
-    with status failed. A run that cannot save its first or last state always fails."""
+    """Action if a checkpoint cannot be saved. continue = keep training and retry at the next checkpoint; stop
+    = end the run with status failed. A run that cannot save its first or last state always fails."""
 
 
 class EvalConfig(Section):

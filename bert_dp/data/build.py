@@ -2,9 +2,9 @@
 
 A build reads the sources three times: to hash them, to sample text for training the tokenizer, and to
 tokenize them. The second read is skipped if a tokenizer is given. Memory holds two copies of the sample (at
-most 128 MiB of text each) and a few batches per process. Exact dedup adds 8 bytes per document (24 while it
+most 2^27 characters each) and a few batches per process. Exact dedup adds 8 bytes per document (24 while it
 merges two arrays), near dedup about 2 kB. A lock prevents concurrent builds of an output directory. The
-shards are written to a temporary directory, which replaces the output directory when it is complete. The
+shards are written to a temporary directory. Once complete, it replaces the output directory. The
 launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints their directory.
 """
 
@@ -38,11 +38,11 @@ from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
 from bert_dp.training.process import follow_launcher
 
-SAMPLE_BYTES = 128 * 2**20  # maximum text for training the tokenizer, counted in characters
+SAMPLE_BYTES = 128 * 2**20  # maximum number of characters in the sample that trains the tokenizer
 WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
-BYTES_PER_PROCESS = 8 * 2**20  # source text per process; with less, another process costs more than it saves
+BYTES_PER_PROCESS = 8 * 2**20  # source text for each added process; more processes cost more than they save
 Progress = Callable[[str, int, int | None], None]
-"""Callback (stage, done, total). `total` is None if unknown, and 0 if `stage` is a message."""
+"""Callback (stage, done, total). `total` is None if unknown. A message is passed as `stage`, with total 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest if `out` contains this build, None if `out` may be replaced. Raises ConfigError."""
+    """Return the manifest if `out` contains this build, or None if it may be replaced. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -139,15 +139,15 @@ def cache_dir(config: Config) -> Path:
 def find(config: Config) -> Path | None:
     """Return the directory of shards that `ensure` has built for `config`, or None. Raises ConfigError."""
     directory = cache_dir(config)
-    with contextlib.suppress(ConfigError):  # `ensure` rebuilds damaged shards
+    with contextlib.suppress(ConfigError):  # damaged shards count as missing: `ensure` rebuilds them
         read_manifest(directory)
         return directory
     return None
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """Return the directory of the shards for `config`. Without data.path, the first call builds them in the
-    cache, and concurrent calls wait for it. Raises ConfigError."""
+    """Return the directory of the shards for `config`. If data.path is not set, the first call builds them in
+    the cache, while concurrent calls wait. Raises ConfigError."""
     given = config.data.path
     if given is None and (issues := files.cache_issues()):
         raise ConfigError(issues)
@@ -173,10 +173,10 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
     cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
-    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # hub sizes are unknown
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # their sizes are unknown
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
-        (index, texts)  # index of a source, some of its texts
+        (index, texts)  # index of a source, a batch of its documents
         for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
         for texts in tokens.in_batches(read_documents([source], [record]))
     )
@@ -206,8 +206,8 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
 
 
 def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
-    """Train the tokenizer, or read the given one. Return the content of tokenizer.json, and the number of
-    documents if training counted them, else None."""
+    """Train the tokenizer, or read the given one. Return the content of tokenizer.json and the number of
+    documents in all sources. This number is None if the tokenizer was given, because none were counted."""
     most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
     if path is None:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.report)
@@ -218,12 +218,12 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
             tokenizer = tokens.train(sample, model=model, vocab_size=most, with_normalizer=options.normalize)
             trained.append(tokenizer.to_str())
 
-        thread = threading.Thread(target=train, daemon=True)  # so that the main thread can handle signals
+        thread = threading.Thread(target=train, daemon=True)  # keeps the main thread free to handle signals
         thread.start()
         thread.join()
         return trained[0], total
     if (size := tokens.size(tokens.load(Path(path)))) > most:
-        message, other = f"{most} is below the {size} tokens of {path}", "data.tokenizer"
+        message, other = f"{most} is less than the {size} tokens in {path}", "data.tokenizer"
         raise ConfigError([Issue("model.vocab_size", "conflict", message, most, other, "raise it")])
     return Path(path).read_text(encoding="utf-8"), None
 
@@ -239,7 +239,7 @@ def source_record(source: inputs.Source) -> dict[str, Any]:
 
 
 def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
-    """Yield all documents of the sources in order, and count them in `records`, one entry per source."""
+    """Yield all documents of the sources in order. Count them in `records`, one entry per source."""
     for source, record in zip(sources, records, strict=True):
         for text in inputs.documents(source):
             record["documents"] += 1
@@ -248,7 +248,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 def _sample(documents: Iterable[str], report: Progress) -> tuple[list[str], int]:
     """Sample documents by the CRC-32 of their text, up to SAMPLE_BYTES characters in all. Return the sample
-    and the number of all documents."""
+    and the total number of documents."""
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
@@ -276,13 +276,13 @@ def _route(
     total: int | None,
 ) -> dict[str, int]:
     """Drop duplicates, and write each remaining document to `train` or `held_out`, depending on a hash of its
-    text. Add each source's counts (see COUNTS) to its record. Return {stage: number of documents dropped}.
+    text. Add each source's counts (tokens.COUNTS) to its record. Return {stage: number of dropped documents}.
     Raises ConfigError if the tokenizer loses too much of a source."""
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
     near = None
-    if options.dedup == "near":  # `add` returns False if an earlier sketch is similar enough
+    if options.dedup == "near":  # `add` returns False if an earlier document's MinHash is similar
         threshold = options.near_threshold
         near = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, 0)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
@@ -317,8 +317,8 @@ def _route(
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that takes keys [D] uint64 and returns a mask [D], which is True where a key occurs
-    for the first time in all calls so far. Every key is stored in 8 bytes. The probability that any two of n
-    different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
+    for the first time in all calls so far. Sorted arrays of doubling size hold the keys, 8 bytes each. The
+    probability that any two of n different documents share a key is n^2 / 2^65: 3e-4 for 1e8 documents."""
     levels: list[np.ndarray] = []
 
     def is_new(keys: np.ndarray) -> np.ndarray:
@@ -371,11 +371,11 @@ def filter_warnings(manifest: Manifest) -> list[str]:
     limit = tokens.max_tokens_per_char(manifest.build, manifest.vocab_size)
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     reasons = {
-        "empty": "the tokenizer produces no tokens for them (data.build.normalize, data.tokenizer)",
-        "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char=0 "
-        "keeps all)",
-        "exact_duplicate": "same tokens as an earlier document (data.build.dedup=none keeps all)",
-        "near_duplicate": "similar to an earlier document (data.build.dedup=exact keeps them)",
+        "empty": "the tokenizer produces no tokens for them (check data.build.normalize and data.tokenizer)",
+        "tokens_per_char": f"they have {limit:.3g} or more tokens per character "
+        "(data.build.max_tokens_per_char=0 keeps all)",
+        "exact_duplicate": "each repeats the tokens of an earlier one (data.build.dedup=none keeps all)",
+        "near_duplicate": "they are similar to an earlier document (data.build.dedup=exact keeps them)",
     }
     return [
         f"{count:,} of {total:,} documents ({count / total:.1%}) were dropped: {reasons[stage]}"
@@ -408,18 +408,18 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a new directory; then replace `out` with it, or remove it on failure. Callers must lock `out`."""
+    """Yield a new directory, then replace `out` with it, or delete it on failure. Callers must lock `out`."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-        shutil.rmtree(stale)  # its writer has exited, because this process holds the lock
-    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # before `try`, because `finally` needs it
+        shutil.rmtree(stale)  # its writer has exited; otherwise it would still hold the lock
+    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # set before `try`, because `finally` uses it
     old = work.with_name(f"{work.name}-old")
     try:
         work.mkdir(mode=0o700)
         yield work
         umask = os.umask(0o077)
         os.umask(umask)
-        work.chmod(0o777 & ~umask)  # private until complete, whatever the umask
+        work.chmod(0o777 & ~umask)  # private until complete; now the umask decides
         if out.exists():
             out.rename(old)
         work.rename(out)
@@ -440,7 +440,7 @@ def run_command(answer: Callable[[], str]) -> int:
         signal.signal(number, _stop)
     follow_launcher()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked by the launcher
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the launcher blocked it
         sys.stdout.write(f"{answer()}\n")
     except ConfigError as error:
         sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
@@ -455,7 +455,7 @@ def run_command(answer: Callable[[], str]) -> int:
 
 
 def _stop(number: int, frame: object) -> None:
-    """Raise KeyboardInterrupt. Ignore later signals, because unfinished files are being removed."""
+    """Raise KeyboardInterrupt. Ignore later signals, so that the removal of unfinished files completes."""
     for other in STOPS:
         signal.signal(other, lambda *_: None)
     raise KeyboardInterrupt(number)

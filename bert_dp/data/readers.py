@@ -1,9 +1,9 @@
 """Read documents from files, globs, directories, Hugging Face's hub and CPython's documentation. Torch-free.
 
-In a text file, a document is a non-empty line or, with documents=blank_line, the lines between blank lines.
-In a JSON file, a Parquet file or a hub data set, it is the text of one record. In CPython's documentation, it
-is a docstring or a help topic. Files of a glob or directory are sorted by path. At most one document, JSON
-array, chunk or Parquet row group is in memory at a time.
+In a text file, a document is a non-blank line or, with documents=blank_line, a block of lines between blank
+lines. In a JSON file, a Parquet file or a hub data set, a document is the text of one record. In CPython's
+documentation, it is a docstring or a help topic. The files of a glob or directory are sorted by path. At most
+one document, JSON array, chunk or Parquet row group of a file is in memory at a time.
 """
 
 import ast
@@ -29,13 +29,13 @@ from bert_dp.config.errors import refusing, require, sha256
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-ZSTD_WINDOW_BYTES = 2**31  # the largest window, used by zstd --long=31
-PACKED_BYTES = 512  # read at once from a compressed file; may decompress to 32,768 times as many bytes
+ZSTD_WINDOW_BYTES = 2**31  # zstd's largest window, which zstd --long=31 uses
+PACKED_BYTES = 512  # bytes read at a time from a compressed file; they may decompress to 32,768 times as many
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
 """File formats by suffix."""
-# skipped directories: tests are not documentation, and site-packages differs between machines
+# these directories are skipped, because tests are not documentation and site-packages differs by machine
 NOT_DOCUMENTATION = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
 )
@@ -92,7 +92,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, _decode(path, number, line)
         if len(rest) > MAX_DOCUMENT_BYTES:
             message = f"line {number + 1} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
-            raise _refused(path, "out_of_range", message, "split it: each line is one document")
+            raise _refused(path, "out_of_range", message, "split its text into several lines or records")
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
 
@@ -110,7 +110,7 @@ def _decode(path: Path, number: int, line: bytes) -> str:
 
 
 def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
-    hint = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
+    hint = "convert the file: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
     return _refused(path, "unsupported", f"{place} is not UTF-8 text (0x{byte:02x})", hint)
 
 
@@ -144,8 +144,8 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
-    """Decompress all streams of a file; skip `padding` between them. Raises EOFError if one is truncated."""
-    # lzma's and zstandard's own readers stop silently at a damaged second stream or a truncated last one
+    """Decompress a file's streams; skip `padding` between them. Raises EOFError if the last is truncated."""
+    # lzma's and zstandard's own readers stop silently at a damaged second stream or at a truncated last one
     stream: Any = None
     while data := raw.read(PACKED_BYTES):
         while stream is not None or (data := data.lstrip(padding) if padding else data):
@@ -163,9 +163,9 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with its position, such as "row 7". A row has the columns in `keys` that exist. If the
-    first key does not exist, a row has all columns, so that error messages can list them. The key a.b selects
-    column a if no column is called a.b. Raises ConfigError for a damaged file."""
+    """Yield each row with its position, such as "row 7". A row contains those columns named in
+    `keys` that exist or, if the first of them does not exist, all columns, so that error messages can list
+    them. The key a.b selects column a if no column is called a.b. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     row = 0
@@ -186,7 +186,7 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Stream the rows of the data set hub:NAME[:CONFIG], each with its position, such as "row 7".
-    Class labels are replaced with their names, and missing labels with None. Raises ConfigError."""
+    Class numbers are replaced with class names, and missing labels with None. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -226,7 +226,7 @@ def builtin_documents() -> tuple[str, ...]:
                 values = [value.value for value in node.values if isinstance(value, ast.Constant)]
                 texts += [value for value in values if isinstance(value, str)]
     if sum(map(len, texts)) < 100_000:
-        message = f"builtin: {root} contains no library sources"
+        message = f"builtin: {root} does not contain the standard library's sources"
         raise ConfigError([Issue("data.sources", "not_found", message, hint="pass a text file instead")])
     return tuple(texts)
 
@@ -236,7 +236,7 @@ ABSENT = object()
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Text source: a file (with `path`), hub:NAME[:CONFIG] or builtin:VERSION."""
+    """Text source: a file (at `path`), hub:NAME[:CONFIG] or builtin:VERSION."""
 
     name: str
     path: Path | None = None
@@ -245,12 +245,12 @@ class Source:
     text_field: str = "text"
     """Key of the text in a record or row, or a path of nested keys such as a.b."""
     documents: str = "line"
-    """Documents of a text file: line = one per line; blank_line = separated by blank lines."""
+    """What ends a document in a text file: line = the end of each line; blank_line = a blank line."""
 
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:
-    """Expand globs and directories; skip files in `out`, which may contain an earlier build. Raises
-    one ConfigError for all sources that match no file, are not regular files or have an unknown format."""
+    """Expand globs and directories; in a directory, skip `out`, which may contain an earlier build. Raises
+    one ConfigError for all sources that match no file, are not regular files or have an unknown suffix."""
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
@@ -271,7 +271,7 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
             elif format is None:
                 message = f"{path} has the unknown suffix {suffixes(path)[0]}"
                 hint = (
-                    f"convert it to one of {', '.join(filter(None, FORMATS))}, or set its format: --format "
+                    f"convert it to one of {', '.join(filter(None, FORMATS))}, or set the format: --format "
                     "text (data.build.source_format) reads raw lines, including headers, ids and quotes"
                 )
                 other = "data.build.source_format"
@@ -284,8 +284,8 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Return the files of a path, glob or directory. In a directory, hidden files and files in `out` are
-    skipped; so are files with an unknown suffix, unless `every_suffix` is true."""
+    """Return the files that `item`, a path, glob or directory, stands for. In a directory, skip hidden files,
+    files in `out` unless the directory is `out`, and files with an unknown suffix unless `every_suffix`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -359,7 +359,7 @@ def value_of(record: Any, key: str) -> Any:
 
 
 def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
-    """Return a record's text. Raises ConfigError, with `name`, `place` and hint `fix`, if there is none."""
+    """Return a record's text. Raises ConfigError (with `name`, `place` and hint `fix`) if there is none."""
     text = value_of(record, key)
     if not isinstance(text, str):
         kind: IssueKind = "missing" if text is ABSENT else "wrong_type"
@@ -380,7 +380,7 @@ def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
 def _blocks(path: Path) -> Iterator[str]:
     """Yield each block of lines between blank lines as one text."""
     block: list[str] = []
-    size = 0  # characters
+    size = 0  # in characters
     for number, line in lines(path):
         if line and not line.isspace():
             block.append(line)
@@ -389,14 +389,14 @@ def _blocks(path: Path) -> Iterator[str]:
             yield "\n".join(block)
             block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
-            message = f"more than {MAX_DOCUMENT_BYTES} characters without a blank line, up to line {number}"
+            message = f"no blank line in the {MAX_DOCUMENT_BYTES} characters before the end of line {number}"
             raise _refused(path, "out_of_range", message, "use documents=line (data.build.documents)")
     if block:
         yield "\n".join(block)
 
 
 def document_key(text: str) -> int:
-    """Return a 64-bit hash of a document, ignoring its case and white space."""
+    """Return a 64-bit hash of a document, ignoring letter case and the kind and amount of white space."""
     return content_key(" ".join(text.lower().split()).encode())
 
 

@@ -1,6 +1,6 @@
 """Write, memory-map, verify and inspect packed shards. Torch-free.
 
-A shard is a flat uint16 file of whole sequences, [sequences, S]. manifest.json contains its size and hash.
+A shard is a headerless file of n sequences of S uint16 token ids. manifest.json contains its size and hash.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from bert_dp.config.manifest import Shard, beyond
 from bert_dp.data import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-SAMPLED_BYTES = 2**30  # verified at the start of a run, in about a second, however large the corpus is
+SAMPLED_BYTES = 2**30  # verified when a run starts; this takes about a second, however large the corpus is
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
@@ -29,10 +29,10 @@ class ShardWriter:
 
     def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
         self.directory, self.name, self.length = directory, name, sequence_length
-        self.counts = np.zeros(vocab_size, np.int64)  # occurrences of each token id
+        self.counts = np.zeros(vocab_size, np.int64)  # number of occurrences of each token id
         self.documents = self.sequences = 0
         self.shards: list[dict[str, Any]] = []
-        self._rest = np.empty(0, TOKEN)  # tokens of an incomplete sequence
+        self._rest = np.empty(0, TOKEN)  # tokens that do not fill a sequence yet
         self._file: BinaryIO | None = None
 
     def write(self, ids: np.ndarray) -> None:
@@ -58,7 +58,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """Close the open file. Tokens of an incomplete sequence are not written."""
+        """Close the open file. The tokens of an incomplete last sequence are not written."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -68,7 +68,7 @@ class ShardWriter:
             self.shards[-1] |= {"bytes": size, "sha256": self._digest.hexdigest()}
 
     def record(self) -> dict[str, Any]:
-        """Return the split's section of the manifest."""
+        """Return the section of the manifest that describes this split."""
         size = {"sequences": self.sequences, "tokens": self.sequences * self.length}
         return {**size, "documents": self.documents, "shards": self.shards}
 
@@ -117,7 +117,7 @@ class Shards:
 
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Verify randomly chosen shards of about SAMPLED_BYTES in total; return the issues."""
+    """Verify randomly chosen shards until SAMPLED_BYTES have been read; return the issues."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:
@@ -152,7 +152,7 @@ def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
 
 
 def verify(directory: Path) -> list[Issue]:
-    """Return every problem found by reading all shards: wrong sizes, SHA-256 hashes or token ids."""
+    """Check the manifest and, if it is correct, each shard's SHA-256 and token ids; return the problems."""
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:
@@ -178,7 +178,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
     """Return the cross entropy of a unigram model with add-one smoothing, in nats per held-out token, or None
-    if there are no held-out tokens. `train`, `held_out`: counts [V]."""
+    if there are no held-out tokens. `train`, `held_out`: token counts [V]."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

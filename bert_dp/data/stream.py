@@ -1,9 +1,9 @@
-"""Make micro batches from shards. Order and masks are pure functions of (seed, epoch, sample index).
+"""Make micro batches from shards. Order and masks are pure functions of (seed, epoch, index in the epoch).
 
 Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K. A *sample* is
-a position in the endless training stream. With n sequences, sample s belongs to epoch s // n and reads
-sequence s % n or, with data.shuffle, the sequence to which a permutation maps s % n. Batches do not depend on
-the number of ranks or threads.
+a position in the endless training stream. In a corpus of n sequences, sample s belongs to epoch
+s // n. It is sequence s % n or, with data.shuffle, the sequence to which a permutation maps s % n. Batches do
+not depend on the number of ranks or threads.
 """
 
 import collections
@@ -47,7 +47,7 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class MlmBatch(TensorBatch):
-    """Micro batch of masked sequences. `positions_P`: flat indices b * S + s. `seed_B`: dropout seeds."""
+    """Masked micro batch. `positions_P`: predicted positions, flat (b * S + s). `seed_B`: dropout keys."""
 
     ids_BS: Tensor
     positions_P: Tensor
@@ -128,7 +128,7 @@ def training_batch(
 
 
 def key32(seed_B: NDArray[np.uint64]) -> Tensor:
-    """Convert seeds to the int32 keys [B] that bert_dp.model.kernels uses."""
+    """Convert seeds to the int32 dropout keys [B] that bert_dp.model.kernels uses."""
     return torch.from_numpy((seed_B >> U64(32)).astype(np.uint32).view(np.int32))
 
 
@@ -137,7 +137,7 @@ def held_out_batches(
 ) -> list[MlmBatch]:
     """Return this replica's batches of held-out sequences, with fixed masks. Batches are assigned to replicas
     round-robin. Rows with the label IGNORE fill up the last batches, because engines that communicate in the
-    forward pass require that all replicas have the same number of batches and all batches the same shape."""
+    forward pass need equally many batches on every replica, all of the same shape."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))
@@ -146,7 +146,7 @@ def held_out_batches(
         real_B = index_B < total
         index_B = np.where(real_B, index_B, 0)
         arrays = mask(shards.rows(index_B), hash64(0, 3, index_B), num_masked, shards.vocabulary)
-        arrays[-1][~np.repeat(real_B, num_masked)] = IGNORE  # the labels
+        arrays[-1][~np.repeat(real_B, num_masked)] = IGNORE  # arrays[-1]: the labels
         count = int(real_B.sum()) * num_masked
         ids, positions, labels = map(torch.from_numpy, arrays)
         seed_B = key32(hash64(0, 4, index_B))
@@ -157,7 +157,7 @@ def held_out_batches(
 def random_batch(
     seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int
 ) -> MlmBatch:
-    """Return a micro batch of uniformly random tokens and predicted positions."""
+    """Return a micro batch with uniformly random tokens, labels and predicted positions."""
     g = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(vocab_size, (micro_size, sequence_length), generator=g)
     within = [torch.randperm(sequence_length, generator=g)[:num_masked].sort()[0] for _ in range(micro_size)]
@@ -172,11 +172,11 @@ AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 class TrainingStream(Generic[AnyBatch]):
-    """Stream of one replica's micro batches, in order, prefetched by threads. `make` builds a micro batch
-    from the stream positions of its samples.
+    """Stream of one replica's micro batches, in order, prefetched by `workers` threads. `make` builds a
+    micro batch from the stream positions of its samples.
 
-    Micro batches of `micro_size` samples are assigned to the replicas round-robin, from `start_sample` on, so
-    that a replica's stream depends neither on gradient accumulation nor on the batch ramp.
+    From `start_sample` on, micro batches of `micro_size` samples are assigned to the replicas round-robin.
+    Therefore, a replica's stream depends neither on gradient accumulation nor on the batch ramp.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class TrainingStream(Generic[AnyBatch]):
         """Total seconds spent in `next`."""
 
     def next(self) -> AnyBatch:
-        """Return this replica's next micro batch, in host memory. Wait if it is not built yet."""
+        """Return this replica's next micro batch, in host memory. Wait until it is built."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())

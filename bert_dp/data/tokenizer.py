@@ -2,9 +2,9 @@
 
 The default tokenizer follows the cramming recipe (its `tokenizer_preparation.py`): WordPiece with 32,768
 tokens and the prefix `##`, on texts split at white space and punctuation. tokenizer.json includes the
-normalizer. The recipe's normalizer (NFD, lower case, drop non-ASCII) also drops non-ASCII quotes, ligatures,
-white space and dashes; dropping the last two joins adjacent words. This module's normalizer first replaces
-all these characters with ASCII.
+normalizer. The recipe's normalizer applies NFD, lowercases and drops non-ASCII characters, including quotes,
+ligatures, white space and dashes; dropping the last two joins adjacent words. This module's normalizer first
+replaces all four kinds with ASCII characters.
 """
 
 import collections
@@ -46,15 +46,15 @@ MAX_ALPHABET = 1000  # characters; rarer characters become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
-# Characters that are replaced after NFKD and lowercasing. They are listed, because classes such as \s depend
-# on the Unicode version.
+# These characters are replaced after NFKD and lowercasing. They are listed explicitly, because classes such
+# as \s depend on the Unicode version.
 WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 DASHES = (
     "[\u058a\u05be\u1400\u1806\u2010-\u2015\u2053\u207b\u208b\u2212\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u2e5d\u301c"
     "\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d\U00010d6e\U00010ead]"
 )
-# Symbols that are replaced with a space, because they often separate words or numbers without a space. The
-# middle dot and the hyphenation point are excluded, because they occur inside words.
+# These symbols are replaced with a space, because they often stand between words or numbers that no space
+# separates. The middle dot and the hyphenation point are excluded, because they occur inside words.
 SYMBOLS = (
     "[\u00a1-\u00b6\u00b8-\u00bf\u2020-\u2026\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u2e00-\u2e5d\u3001-\u3003"
     "\u3008-\u3020\u303d\U0001f000-\U0001faff]"
@@ -75,7 +75,7 @@ REPLACED = (
     ("\u00ad", ""),  # soft hyphen, which SYMBOLS would replace with a space
     (SYMBOLS, " "),
 )
-NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD yields = < > and a combining stroke
+NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD yields =, < or > plus a stroke
 FRACTIONS = "\u00bc\u00bd\u00be\u2189" + "".join(map(chr, range(0x2150, 0x2160)))
 RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # raised digits, SM, TM
 
@@ -92,7 +92,7 @@ _table = _CharacterTable()
 
 
 def normalize(text: str) -> str:
-    """Normalize a text like `normalizer()`, but in Python, because this makes encoding faster."""
+    """Normalize a text as `normalizer()` does, but in Python, because this makes encoding faster."""
     text = text.replace("``", '"').replace("''", '"')
     if not text.isascii():
         text = NON_ASCII.sub(lambda run: run[0].translate(_table), text)
@@ -101,17 +101,17 @@ def normalize(text: str) -> str:
 
 @functools.cache
 def normalizer() -> normalizers.Normalizer:
-    """Return the normalizer. It replaces TeX-style quote pairs with ", applies NFKD, converts to lower case,
-    replaces characters with an ASCII equivalent (REPLACED), drops other non-ASCII characters and collapses
-    spaces. Except in quote pairs and runs of spaces, no character affects the result of its neighbours,
-    as `normalize` requires."""
+    """Return the normalizer. It replaces TeX-style quote pairs with `"`, applies NFKD, lowercases, replaces
+    characters with ASCII equivalents (REPLACED), drops other non-ASCII characters and collapses spaces.
+    Except in quote pairs and runs of spaces, how a character is normalized does not depend on its neighbours;
+    `normalize` relies on this."""
     return normalizers.Sequence(
         [
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
-            # insert a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 does not become 102; use
-            # one pattern per sign, because a zero-width match corrupts the offsets in the original text
+            # insert a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 becomes 10 2, not 102;
+            # use one pattern per sign, because a shared one would be zero-width and corrupt the token offsets
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -123,7 +123,7 @@ def normalizer() -> normalizers.Normalizer:
 
 
 def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
-    """Return a function that takes a text and its token ids, and returns two numbers: letters (Unicode
+    """Return a function that takes a text and its token ids, and returns two counts: letters (Unicode
     category L) and lost letters. A lost letter is dropped by the normalizer or is part of an `unk` token."""
     normalizer = tokenizer.normalizer
 
@@ -159,7 +159,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 def train(
     sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
-    """Train a tokenizer of `vocab_size` tokens, or fewer for a small sample. The result is deterministic."""
+    """Train a tokenizer with `vocab_size` tokens, fewer if `sample` is small. The result is deterministic."""
     texts = [normalize(text) if with_normalizer else text for text in sample]
     learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
     tokenizer = learn(texts, vocab_size)
@@ -177,7 +177,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
-    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # leaves a third of the ids for words
+    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # leaves at least a third for words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
     learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -212,7 +212,7 @@ def _train_byte_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.TemplateProcessing:
-    """Return a post-processor that encodes texts as <cls> A <sep> or <cls> A <sep> B <sep>."""
+    """Return a post-processor that frames one text as <cls> A <sep> and two as <cls> A <sep> B <sep>."""
     cls, sep = (tokenizer.id_to_token(special[role]) for role in ("cls", "sep"))
     return processors.TemplateProcessing(
         single=[cls, "$A", sep],
@@ -223,7 +223,7 @@ def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.Templ
 
 def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int | None:
     """Return the number of separators that `tokenizer` puts between two texts: 1, or 2 (RoBERTa's
-    `</s></s>`). None if it adds special tokens in any other way. Its padding and truncation must be off."""
+    `</s></s>`), or None if it adds special tokens in another way. Its padding and truncation must be off."""
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
     single, pair = tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids
@@ -234,8 +234,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Load the tokenizer at `path`. Turn off its padding and truncation, and make it add the special tokens
-    that finetuning uses. Return None if the tokenizer at `path` needs no change."""
+    """Return the tokenizer at `path` without padding and truncation, changed to add the special tokens that
+    finetuning uses. Return None if it needs no change."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
@@ -255,10 +255,10 @@ def load(path: Path) -> Tokenizer:
         raise _refused(path, "not_found", f"cannot be read ({error.strerror})") from None
     except Exception as error:  # tokenizers raises plain Exception
         reason = " ".join(str(error).split())[:200]
-        raise _refused(path, "damaged", f"not a tokenizer.json ({reason})") from None
+        raise _refused(path, "damaged", f"not a valid tokenizer.json ({reason})") from None
     if size(tokenizer) > MAX_VOCAB_SIZE:
-        message = f"{size(tokenizer)} tokens, but at most {MAX_VOCAB_SIZE} are supported"
-        raise _refused(path, "out_of_range", message, "use a smaller tokenizer")
+        message = f"needs {size(tokenizer)} token ids, but at most {MAX_VOCAB_SIZE} are supported"
+        raise _refused(path, "out_of_range", message, "use a tokenizer with a smaller vocabulary")
     return tokenizer
 
 
@@ -267,13 +267,13 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = None)
 
 
 def size(tokenizer: Tokenizer) -> int:
-    """Return the number of rows that an embedding needs: one more than the largest id."""
+    """Return the number of rows that the token embedding needs: the largest id plus 1."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Return {role: token id} for the roles pad, unk, cls, sep and mask. Tokens may be spelled `<role>`,
-    `[ROLE]` or like RoBERTa's `<s>` and `</s>`. Raises ConfigError, which lists every missing role."""
+    """Return {role: token id} for the roles pad, unk, cls, sep and mask. Tokens may be spelled `<role>` or
+    `[ROLE]`, cls and sep also `<s>` and `</s>` (RoBERTa). Raises ConfigError, listing every missing role."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -281,8 +281,8 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
         if ids:
             ids_by_role[role] = ids[0]
         else:
-            message = f"{name}: has no token {' or '.join(spellings)}"
-            hint = "add it or train a tokenizer"
+            message = f"{name} has no token {' or '.join(spellings)}"
+            hint = "add one, or train a tokenizer"
             missing.append(Issue("data.tokenizer", "missing", message, name, hint=hint))
     if missing:
         raise ConfigError(missing)
@@ -290,9 +290,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """Return the manifest's num_special: the lowest id of the random tokens that masking inserts. Special
-    tokens in the upper half of the ids are ignored, because some tokenizers (such as ModernBERT's) have
-    theirs there. With such a tokenizer, a few of about 50,000 possible random tokens are special tokens."""
+    """Return the manifest's num_special: the lowest id that masking inserts as a random token. Special tokens
+    in the upper half of the ids, as in ModernBERT's tokenizer, are ignored, because few ids lie above them.
+    With such a tokenizer, a few of about 50,000 possible random tokens are special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
@@ -319,16 +319,16 @@ SHINGLE_WORDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class EncodedDocuments:
-    """D documents that were kept from a batch of N, in their original order."""
+    """D documents (T tokens) that were kept from a batch of N documents, in their original order."""
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
-    lengths: np.ndarray  # [D] int64, tokens including sep
+    lengths: np.ndarray  # [D] int64, number of tokens, including sep
     keys: np.ndarray  # [D] uint64, hash of the text, which determines the split
     contents: np.ndarray  # [D] uint64, hash of the token ids, equal for duplicates
-    sketches: list[Any]  # [D] rensa.RMinHash; empty without near dedup
+    sketches: list[Any]  # [D] rensa.RMinHash; empty unless dedup is near
     counts: list[int]  # totals over all N documents, in the order of COUNTS
-    empty: int  # documents without tokens
-    filtered: int  # documents with too many tokens per character
+    empty: int  # number of documents without tokens
+    filtered: int  # number of documents with too many tokens per character
 
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -403,9 +403,9 @@ def _shingles(text: str) -> list[str]:
 def encode_all(
     batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
-    """Encode batches of (source index, texts) in `processes` spawned processes (1 = this process), and yield
-    the results in order. At most three batches per process are in memory. The spawned processes exit with
-    this one, even if it is killed."""
+    """Encode batches of (source index, texts) in `processes` spawned processes (1: in this process), and
+    yield the results in order. At most three batches per process are in memory. The spawned processes exit
+    when this process ends, even if it is killed."""
     if processes == 1:
         encode = make_encoder(tokenizer_json, options)
         for index, texts in batches:
@@ -432,7 +432,7 @@ def encode_all(
 
 
 def _start(tokenizer_json: str, options: BuildConfig) -> None:
-    """Set up a spawned process: exit with the parent, ignore Ctrl-C, load the tokenizer once."""
+    """Set up a spawned process: make it exit with its parent and ignore Ctrl-C; load the tokenizer once."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,7 +1,7 @@
 """Label or encode the examples of a file, and write one JSON line per example, in the order of the file.
 Examples of similar length share a batch.
 
-Axes: N examples in memory, B examples of a batch, S tokens of its longest example, L outputs per example.
+Axes: N examples in memory, B examples in a batch, S tokens in its longest example, L outputs per example.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ finetuned model or the hidden states [B, S, H] of a pretrained model."""
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """Loaded model and what is needed to apply it to texts."""
+    """Loaded model and everything needed to apply it to texts."""
 
     path: Path
     """Checkpoint or exported directory of the model."""
@@ -84,7 +84,7 @@ def predict_file(
     texts = read_texts(file, [column for column in (first_column, text_pair) if column is not None])
     with shown_progress() as progress:
         lines = predict(predictor, texts, progress)
-        first = next(lines)  # raises for bad input before a directory is created for --out
+        first = next(lines)  # bad input is refused here, before a directory is created for --out
         with destination(out) as stream:
             for line in itertools.chain([first], lines):
                 stream.write(json.dumps(line) + "\n")
@@ -103,8 +103,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         return Predictor(loaded.path, finetune, encoder, compute, device)
     exported = read_exported(run)
     if precision != "auto":
-        message = f"{precision} applies only to runs, but {run} was exported in {exported.precision}"
-        hint = "omit --precision, or pass the run"
+        message = f"{precision} cannot be set: {run} was exported with fixed precision ({exported.precision})"
+        hint = "omit --precision, or pass the original run"
         raise ConfigError([Issue("--precision", "conflict", message, precision, "RUN", hint)])
     require_loaders(exported, "predict")
     encoder = ExampleEncoder.load(run / files.TOKENIZER, exported.sequence_length)
@@ -142,13 +142,13 @@ def on_device(
 
 def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
     """Yield one dictionary per example, in order. It contains `index` and a result: a finetuned run's labels
-    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. If one of its
-    texts has no tokens, an example has `"tokens": 0` instead of a result.
+    (see `labelled`), or a pretrained run's `encoding`, the mean of the hidden states. An example in
+    which at least one text has no tokens gets `"tokens": 0` instead of a result.
 
     Raise ConfigError if no example can have a result, RunFailed if outputs are not finite.
     """
     finetune = predictor.finetune
-    # pretraining does not use <cls>, so encodings omit it
+    # pretraining does not use <cls>, so a pretrained model encodes texts without it
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
         message = f"with the tokenizer of {predictor.path}, every example has a text without tokens"
@@ -191,9 +191,9 @@ def outputs_of(
     max_tokens: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> NDArray[np.float64]:
-    """Return the outputs [N, L] in the order of `rows`: logits, or the mean of the hidden states. `rows`:
-    token ids. `max_tokens`: see `batches`. `progress` receives the number of completed examples. Raise
-    RunFailed if an output is not finite."""
+    """Return the outputs [N, L] in the order of `rows`: each example's logits or mean hidden state. `rows`:
+    each example's token ids. `max_tokens`: see `batches`. `progress` receives the number of completed
+    examples. Raise RunFailed if an output is not finite."""
     together = [*batches(np.array([len(row) for row in rows], np.int64), max_tokens)]
     outputs = []
     for index_B in together:
@@ -218,7 +218,7 @@ def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor
 
 def batches(lengths_N: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[np.int64]]:
     """Yield the indices of each batch of examples, longest first. A batch has up to `max_tokens` tokens,
-    including padding, or contains one longer example."""
+    including padding, or is a single longer example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
         count = max(1, max_tokens // int(lengths_N[order_N[0]]))
@@ -227,7 +227,7 @@ def batches(lengths_N: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[n
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
-    """Return the `score` of a regression. Otherwise, return the `probabilities` of all labels by name, and
+    """For regression, return the `score`. Otherwise, return the `probabilities` of all labels by name, and
     the most probable `label` or, for multi_label, all `labels` with a probability above 50 %."""
     if finetune.kind == "regression":
         return {"score": round(float(logits_L[0]), DIGITS)}

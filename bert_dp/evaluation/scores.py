@@ -2,7 +2,7 @@
 
 For single_label, f1 is that of the second label if there are two labels, else the mean over the labels. auc
 is defined only for two labels. For multi_label, a label is predicted if its logit is above 0, f1 is computed
-over all pairs of example and label, and accuracy is the share of examples with all labels right.
+over all (example, label) pairs, and accuracy is the share of examples whose labels are all predicted right.
 """
 
 import functools
@@ -34,15 +34,15 @@ def score(
         raise ValueError("a logit is not finite, so the predictions cannot be scored")
     measures = _measures(kind, logits.shape[1])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about undefined metrics
+        warnings.simplefilter("ignore")  # hide warnings about undefined metrics
         return {name: float(measures[name](labels, logits.astype(np.float64))) for name in metrics}
 
 
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction: the majority label of train (single_label), the majority value of each
-    label (multi_label) or the mean score (regression)."""
+    """Score a constant prediction from `train_labels` on `dev_labels`: the majority label (single_label), the
+    majority value of each label (multi_label) or the mean score (regression)."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":
@@ -54,7 +54,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """Return a function of labels and logits for each metric that is defined for `kind`."""
+    """For each metric that is defined for `kind`, return a function of labels and logits."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

@@ -1,8 +1,8 @@
 """Compute a teacher's logits for a transfer set, and sample words from a masked language model.
 
-`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K (from 0) of N; the
-launcher starts a process per share. Axes: those of bert_dp.evaluation.prediction, P predicted positions, V
-tokens of the vocabulary (sums_PV has only the ordinary tokens).
+`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N (K from 0);
+the launcher starts a process per share. Axes: as in bert_dp.evaluation.prediction, plus P (predicted
+positions) and V (tokens of the vocabulary; in sums_PV, only the ordinary ones).
 """
 
 import os
@@ -26,11 +26,11 @@ from bert_dp.examples.table import LOGITS, Examples
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.load import load_checkpoint
 
-EXAMPLES_PER_FILE = 4096  # an interruption loses at most the results for one file per process
+EXAMPLES_PER_FILE = 4096  # an interruption loses at most one file of results per process
 
 
 def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: str) -> str:
-    """Compute one share of the logits; return their directory. Raise the same errors as `compute_share`."""
+    """Compute one share of the logits and return `out`. Raise the same errors as `compute_share`."""
     files.set_private_umask()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(of)))
     where = torch.device("cuda", int(share)) if device == "cuda" else torch.device("cpu")
@@ -41,9 +41,9 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Compute and write the logits of train: each file that is missing and whose number modulo `of` equals
-    `share`. The contents of a file do not depend on `of`. Raise ConfigError if an input is unusable,
-    RunFailed if logits are not finite."""
+    """Compute the logits of the training examples and write one share of the files that hold them: each
+    missing file whose number modulo `of` equals `share`. The contents of a file do not depend on `of`. Raise
+    ConfigError if an input is unusable, RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens
@@ -65,8 +65,8 @@ def compute_share(
 
 
 def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.int64], seed: int) -> None:
-    """Replace each HOLE_ID in the examples, in place, with an ordinary token that a masked language model
-    samples. Raise ConfigError if the checkpoint has another kind of model."""
+    """Replace each HOLE_ID in the examples, in place, with an ordinary token that the checkpoint's masked
+    language model samples. Raise ConfigError if the checkpoint holds another kind of model."""
     loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
         message = f"{checkpoint} is not a masked language model"
@@ -81,7 +81,7 @@ def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.in
         ids_BS, real_BS = padded(chosen, special["pad"])
         hole_BS = ids_BS == HOLE_ID
         seen_BS = ids_BS.masked_fill(hole_BS, special["mask"])
-        # the random numbers depend only on seed and example
+        # the random numbers depend only on the seed and the example
         draws = [Random(seed.to_bytes(8, "little") + row.tobytes()) for row in chosen]  # noqa: S311 (no secret)
         counts = hole_BS.sum(1).tolist()
         uniform_P = [draw.random() for draw, count in zip(draws, counts, strict=True) for _ in range(count)]

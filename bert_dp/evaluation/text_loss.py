@@ -1,10 +1,10 @@
 """Measure the loss of a pretrained model on any text.
 
 As in training, sequences are cut from the concatenated documents, each followed by <sep>. The model reads
-them twice. The first time, it predicts single tokens. The second time, it predicts whole words, for a loss in
-bits per byte that is comparable between vocabularies. The tokens to predict depend only on (document,
-position), the words to hide only on (document, word index). Axes: D documents, T tokens in total, P predicted
-tokens, W words of a document.
+them twice. The first time, it predicts single tokens. The second time, it predicts hidden words, and the loss
+in bits per byte is comparable across vocabularies. Whether a token is predicted depends only on the document
+and the token's position in it. Whether a word is hidden depends only on the document and the word's index.
+Axes: D documents, T tokens in total, P predicted tokens, W words in a document.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ TOKENS, WORDS = 6, 7  # identifiers of random streams that training does not use
 
 
 class WordCounts(NamedTuple):
-    """Word counts of one document, or arrays [D] with the counts of each document."""
+    """Word counts of one document, or arrays [D] of the counts for all documents."""
 
     words: Any
     hidden: Any
@@ -66,7 +66,7 @@ class Text:
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
-    """Tokenize all documents, and sample tokens to predict and words to hide. `special`: ids by role."""
+    """Tokenize all documents, and draw tokens to predict and words to hide. `special`: token ids by role."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a document is ordinary text
@@ -128,12 +128,12 @@ def hide_words(
     return drawn_before_W[last_T] > drawn_before_W[first_T], counts
 
 
-# approximate number of tokens per forward pass, of which 15 % have logits; a GPU needs many to be busy
+# approximate number of tokens per forward pass: many on a GPU, to keep it busy; only 15 % of them get logits
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 8192}
 
 
 class PredictedTokens(StoredModel):
-    """Results for the prediction of single tokens."""
+    """Results of predicting single tokens."""
 
     tokens: Count
     documents: Count
@@ -142,11 +142,11 @@ class PredictedTokens(StoredModel):
     loss_se: float | None
     """Standard error, with documents as the sampling units; null for one document."""
     accuracy: float
-    """Share of predicted tokens to which the model gives the highest probability."""
+    """Share of predicted tokens for which the model gives the correct token the highest probability."""
 
 
 class HiddenWords(StoredModel):
-    """Results for the prediction of whole words. All tokens of a word are hidden at once."""
+    """Results of predicting whole words. All tokens of a word are hidden at once."""
 
     words: Count
     """Number of hidden words. It does not depend on the vocabulary, because words are drawn, not tokens."""
@@ -160,7 +160,7 @@ class HiddenWords(StoredModel):
     bits_per_byte: float | None
     bits_per_byte_se: float | None
     bits_D: list[float] = Field([], exclude=True)
-    """Bits of the hidden words of each document, for `difference`; not printed."""
+    """Total loss of each document's hidden words in bits, for `difference`; not printed."""
     bytes_D: list[int] = Field([], exclude=True)
 
 
@@ -183,11 +183,11 @@ class TextLoss(StoredModel):
     tokens: Count
     """Number of tokens, including a separator after each document."""
     words: Count
-    """Number of words, which are separated by white space."""
+    """Number of words, counted as runs of characters between white space."""
     bytes: Count
     """Number of UTF-8 bytes in the documents."""
     mask_rate: float
-    """Probability of each token to be predicted (`predicted`), and of each word to be hidden (`hidden`)."""
+    """Probability that a token is drawn for `predicted`; also that a word is drawn for `hidden`."""
     predicted: PredictedTokens
     hidden: HiddenWords
 
@@ -207,7 +207,7 @@ def text_loss(
         raise ConfigError([Issue("RUN", "unsupported", message, run, hint=hint)])
     special = tokens.special_ids(loaded.tokenizer, str(path))
     if (size := tokens.size(loaded.tokenizer)) > config.model.vocab_size:
-        message = f"the tokenizer of {path} has {size} tokens, but its model has {config.model.vocab_size}"
+        message = f"the tokenizer of {path} has {size} tokens, but the model has {config.model.vocab_size}"
         hint = "copy tokenizer.json from the shards of the run into the checkpoint"
         raise ConfigError([Issue("RUN", "conflict", message, size, "model.vocab_size", hint)])
     records = [source_record(source) for source in resolved]
@@ -215,13 +215,13 @@ def text_loss(
     with contextlib.closing(read_documents(resolved, records)) as documents:
         text = read(documents, loaded.tokenizer, special)
     lengths_D = np.bincount(text.document_T)
-    textless = int((lengths_D == 1).sum())  # only <sep>
+    textless = int((lengths_D == 1).sum())  # documents that consist of <sep>
     if textless == len(lengths_D):
         message = f"the tokenizer of {path} produces no tokens for the text"
         hint = "choose a run whose tokenizer supports the writing system of the text"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of the {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} drawn to predict"
+        message = f"none of the {len(text.ids_T)} tokens is in the {EVAL_MASK_RATE:.0%} drawn for prediction"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -269,7 +269,7 @@ def token_losses(model: CrammedBert, text: Text, length: int, progress: Progress
 def word_losses(
     model: CrammedBert, text: Text, length: int, special: dict[str, int], progress: Progress
 ) -> HiddenWords:
-    """Compute the loss of hidden words in bits per byte. The model receives their tokens as <mask>."""
+    """Compute the loss of hidden words in bits per byte. In the input, each of their tokens is <mask>."""
     hidden_T, counts_D = text.hidden_T, text.counts_D
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
     loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", progress)
@@ -304,8 +304,8 @@ def scores(
     stage: str,
     progress: Progress,
 ) -> NDArray[np.float64]:
-    """Return [2, P]: the cross entropy of each predicted token in nats, and 1 if the token is the most
-    probable one, else 0. Raise RunFailed if a loss is not finite."""
+    """Return an array [2, P]: the cross entropy of each predicted token in nats, and 1 if the model ranks the
+    token first, else 0. Raise RunFailed if a loss is not finite."""
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
     for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):

@@ -1,8 +1,8 @@
 """Make the transfer set for distillation. Torch-free.
 
-The set consists of labelled examples and augmented copies, as in Tang et al. 2019 (arXiv 1903.12136), or of
-texts with a teacher's logits from a file. The seed, the example's number and the copy's number determine
-all random choices for a copy.
+The set consists either of labelled examples and their augmented copies, as in Tang et al. 2019 (arXiv
+1903.12136), or of texts and a teacher's logits, read from a file. The seed, the example's number and the
+copy's number determine all random choices for a copy.
 """
 
 import collections
@@ -24,9 +24,9 @@ from bert_dp.data import readers
 from bert_dp.examples.glue import GlueData
 from bert_dp.examples.table import CustomData, LabelledData, LabelledTable, Row, data_error
 
-MASK_RATE = REPLACE_RATE = 0.1  # share of words
-CUT_RATE = 0.25  # share of texts
-LONGEST_CUT = 5  # words
+MASK_RATE = REPLACE_RATE = 0.1  # share of a text's words
+CUT_RATE = 0.25  # share of texts that are cut to one n-gram
+LONGEST_CUT = 5  # words in the longest n-gram
 MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a language model samples
 HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
 
@@ -53,7 +53,7 @@ def changed(text: str, substitute: Substitute, draw: Random) -> str:
 def copy_of(
     texts: tuple[str, ...], substitute: Substitute, *, seed: int, example: int, copy: int
 ) -> tuple[str, ...]:
-    """Return an augmented copy of an example. Copies of a pair change the first text, the second, or both."""
+    """Return an augmented copy of an example. In a copied pair, the first text, the second or both change."""
     draw = Random(f"{seed}/{example}/{copy}")  # noqa: S311 (not a secret)
     sides = (0, 1) if len(texts) == 1 or copy % 3 == 2 else (copy % 3,)
     return tuple(
@@ -104,7 +104,7 @@ class AugmentedData:
         return {**self.data.identity(), **own}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, and add augmented copies to train, without duplicates. Raises ConfigError."""
+        """Read the data, and add augmented copies to train, skipping duplicates. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
         substitute: Substitute = lambda *_: HOLE  # noqa: E731
@@ -156,7 +156,7 @@ class LogitsData:
             if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers) or not numbers:
                 raise data_error(self.file, "damaged", f"{place}: logits are not a list of finite numbers")
             if len(numbers) != outputs:
-                message = f"{place}: {len(numbers)} logits, expected {outputs}, one per label"
+                message = f"{place}: {len(numbers)} logits instead of {outputs}, one per label"
                 raise data_error(self.file, "conflict", message)
             if len(columns) == 1 and "text_pair" in record:
                 raise data_error(self.file, "conflict", f"{place} is a pair, but train has single texts")

@@ -20,8 +20,8 @@ from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.examples.table import Columns, LabelledData, LabelledTable, data_error, make_row, read_delimited
 
-MAX_FILE_BYTES = 2**30  # the largest GLUE file, MNLI's train.tsv, has a few hundred MB
-MAX_MEMBERS = 10_000  # files in a tar
+MAX_FILE_BYTES = 2**30  # MNLI's train.tsv, the largest GLUE file, is a few hundred MB in size
+MAX_MEMBERS = 10_000  # largest number of entries in a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 SENTENCES = ("sentence1", "sentence2")
@@ -36,7 +36,7 @@ def _rows(*counts: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class GlueDefinition:
-    """Columns, labels and metrics of a GLUE task, and the number of rows of each file SPLIT.tsv."""
+    """Columns, labels and metrics of a GLUE task, and the number of rows in each file SPLIT.tsv."""
 
     texts: tuple[str, ...]
     label: str
@@ -45,9 +45,9 @@ class GlueDefinition:
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
     header: tuple[str, ...] = ()
-    """Columns of train and dev if their files have no header; empty = they have one."""
+    """Columns of train and dev if their files lack a header; empty = the files have a header."""
     other_train_rows: int = 0
-    """Alternative number of train rows that also counts as complete; 0 = none."""
+    """Another number of train rows that counts as complete; 0 = none."""
 
     @property
     def kind(self) -> LabelKind:
@@ -72,7 +72,7 @@ TASKS = {
         ZERO_ONE,
         ("accuracy", "f1", "auc"),
         _rows(363_846, 40_430, 390_965),
-        # some rows of train.tsv contain line breaks, so the row counts of loaders differ by three
+        # some rows of train.tsv contain line breaks, so parsers disagree by three on the number of rows
         other_train_rows=363_849,
     ),
     "MNLI": GlueDefinition(
@@ -88,7 +88,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """GLUE task, and the folders and tars that are searched for each of its files, in this order."""
+    """GLUE task, and the folders and tars in the order in which they are searched for its files."""
 
     task: str
     places: tuple[Path, ...]
@@ -137,8 +137,8 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
-    """Read the files in `names`, such as "RTE/train.tsv", that exist in `place`: a folder, or a tar that may
-    contain them in any folder. Return {name: bytes}; without `content`, the bytes are empty. Nothing is
+    """Read the files in `names`, such as "RTE/train.tsv", that exist in `place`, a folder or a tar. In a tar,
+    they may be in any folder. Return {name: bytes}; without `content`, the bytes are empty. Nothing is
     extracted to disk. Raises ConfigError."""
     found: dict[str, bytes] = {}
     try:
@@ -152,7 +152,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
         with tarfile.open(place) as archive:
             for count, member in enumerate(archive):
                 if count == MAX_MEMBERS:
-                    raise data_error(str(place), "damaged", f"more than {count} files", "pass a tar of GLUE")
+                    raise data_error(str(place), "damaged", f"over {count} entries", "pass a tar of GLUE")
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
                 if wanted and wanted[0] not in found and member.isreg():  # links are not followed
                     if content and member.size > MAX_FILE_BYTES:
@@ -163,7 +163,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                 if len(found) == len(names):
                     break
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
-        fix = "download it again; for a zip, unpack it and pass the folder"
+        fix = "download it again; if it is a zip, unpack it and pass the folder"
         raise data_error(str(place), "damaged", "not a tar, or a damaged tar", fix) from None
     except OSError as error:
         message = f"cannot be read ({error.strerror or error})"

@@ -50,7 +50,7 @@ class EncodedExamples:
     letters: int
     """Number of letters in the texts before truncation."""
     lost_letters: int
-    """Number of letters that the tokenizer drops or that are in unknown tokens."""
+    """Number of letters that the tokenizer drops or maps to unknown tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ExampleEncoder:
     """Map from role (pad, unk, cls, sep or mask) to token id."""
     length: int
     has_cls: bool = True
-    """False = encode as `A <sep>` or `A <sep> B <sep>`."""
+    """False = omit <cls>: encode as `A <sep>` or `A <sep> B <sep>`."""
     separators: int = 1
     """Number of separators between two texts."""
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -114,7 +114,7 @@ class ExampleEncoder:
         return any(all(parts) for parts in self._parts(examples))
 
     def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
-        """Yield for each example the token ids of each of its texts, without special tokens."""
+        """For each example, yield the token ids of each of its texts, without special tokens."""
         for start in range(0, len(examples), BATCH_EXAMPLES):
             batch = examples[start : start + BATCH_EXAMPLES]
             pieces = [*chain.from_iterable(batch)]
@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of `text`. Take those of its pieces from `pieces`, and insert those of the marks."""
+        """Return the ids of `text`: those of the next encodings in `pieces`, joined by those of its marks."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -299,8 +299,8 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of train to dev, for single_label the same share of each class. A hash of seed and texts
-    determines which examples are moved. Raises ConfigError if a split would be empty."""
+    """Move a share of train to dev. For single_label, move the same share of each class. A hash of the seed
+    and the texts determines which examples are moved. Raises ConfigError if train or dev would be empty."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -330,11 +330,11 @@ def summary(manifest: ExamplesManifest) -> str:
             "augmented copies": split.copies,
             "also in train": split.in_train,
             "broken rows skipped": split.left_out,
-            "with a text without tokens": split.without_tokens,
+            "with a text that has no tokens": split.without_tokens,
         }
         notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         parts.append(f"{name} {split.examples:,} examples ({notes})")
-    official = {None: "", True: "; row counts match GLUE", False: "; a subset: scores are not GLUE scores"}
+    official = {None: "", True: "; row counts match GLUE", False: "; a subset, so scores are not GLUE scores"}
     return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 

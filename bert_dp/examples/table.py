@@ -37,9 +37,9 @@ DIALECTS: dict[str, dict[str, Any]] = {
 SEPARATOR_FIX = "fields are separated by commas in .csv and by tabs in .tsv"
 COLUMN_FIX = f"choose a column with --text, --text-pair or --label; {SEPARATOR_FIX}"
 SCORES_FIX = "pass --kind regression if the labels are scores"
-MAX_BYTES = 2**31  # largest file of a split, because the whole file is read into memory
+MAX_BYTES = 2**31  # limit on the size of a file, because the whole file is read into memory
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
-MAX_NAME = 1000  # characters of a label
+MAX_NAME = 1000  # characters in a label name
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
 FORMATS = {suffix: format for suffix, format in readers.FORMATS.items() if format != "text"}
@@ -89,7 +89,7 @@ class LabelledTable:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledData:
-    """Tables of a task, one per split, and what their labels mean."""
+    """Tables of a task, one per split, and the meaning of their labels."""
 
     task: str
     kind: LabelKind
@@ -134,8 +134,8 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. In test, either all rows have labels or none has. `finds_pair`: use the column
-    PAIR, if it exists, as the second text. Raises ConfigError."""
+    """Read the rows of a file. In test, either all rows have labels or all lack them. `finds_pair`: use
+    the column PAIR, if it exists, as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
     for place, record in _records(source, columns, split):
@@ -150,7 +150,7 @@ def read_table(
     if is_test and all(row.label in (None, ()) for row in rows):
         rows = [dataclasses.replace(row, label=None) for row in rows]
     elif bare := next((row.place for row in rows if row.label is None), None):
-        message = f"{bare} has no label, but other rows do"
+        message = f"{bare} has no label, but other rows have one"
         raise data_error(name, "missing", message, "label all rows or none")
     return LabelledTable(source.path.name if source.path else name, rows)
 
@@ -324,8 +324,8 @@ LOGITS = "logits-{:05d}.safetensors"  # a teacher's logits for one part of train
 
 
 def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.float32]:
-    """Read the teacher's logits for all examples, [examples, outputs]. Raises ConfigError if logits are
-    missing or not finite, or have a different number of outputs."""
+    """Read the teacher's logits [examples, outputs] for all examples. Raises ConfigError if logits are
+    missing or not finite, or have another shape."""
     with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
         try:
             contents = (read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*")))
@@ -358,7 +358,7 @@ class Examples:
         with refusing(str(path), hint=manifest.hint):
             data = read_regular(path, MAX_BYTES)
             if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise ValueError("its SHA-256 differs from the manifest's")
+                raise ValueError("its SHA-256 is not the one in the manifest")
             try:
                 arrays = safetensors.numpy.load(data)
                 examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
@@ -369,7 +369,7 @@ class Examples:
         return examples
 
     def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:
-        """Return True if types, shapes and value ranges of the arrays match the manifest."""
+        """Return True if the types, shapes and value ranges of the arrays match the manifest."""
         ids, offsets, labels = self.ids, self.offsets, self.labels
         count, names = entry.examples, len(manifest.labels)
         if (ids.dtype, ids.shape) != (np.uint16, (entry.tokens,)) or ids.max() >= manifest.vocab_size:

@@ -1,4 +1,4 @@
-"""Compare an exported model, on the same batches, with the run that it was exported from.
+"""Compare the outputs of an exported model with those of its run, on the same batches.
 
 The exported model runs in a process that cannot import bert-dp. Axes: B sequences, S positions, O outputs per
 position or per sequence.
@@ -31,9 +31,9 @@ from bert_dp.training import checkpoint
 from bert_dp.training.process import RunFailed
 
 BATCHES = (1, 3, 8)
-LENGTHS = (5, 37, 128)  # in addition to the run's sequence length
+LENGTHS = (5, 37, 128)  # sequence lengths to compare, besides the run's
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
-"""Largest allowed fp32 difference per format, relative to the largest output if that output exceeds 1."""
+"""Largest allowed `ExportBatch.difference` in fp32, per format."""
 
 Inputs = tuple[NDArray[np.int64], ...]
 """Token ids, attention mask and, if the model has them, token types of a batch, each [B, S]."""
@@ -47,7 +47,7 @@ class ExportBatch(StoredModel):
     outputs: int
     """Number of compared outputs. Outputs at padding are excluded."""
     difference: float
-    """Largest difference, relative to the largest output of the run if that output exceeds 1."""
+    """Largest absolute difference, divided by the run's largest absolute output if that exceeds 1."""
     top1: float | None
     """Share of positions or examples with the same argmax in run and export; null for hidden states."""
 
@@ -70,7 +70,7 @@ class ExportCheck(StoredModel):
     """Number of parameters in model.safetensors; null unless the format is hf."""
     run_parameters: int
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
-    """Parameters that model.safetensors lacks or has in another shape, and parameters that only it has."""
+    """Parameters that model.safetensors lacks or stores in another shape, or that only this file contains."""
     again: float
     """Largest absolute difference in the outputs after the exported model is saved and reloaded."""
     versions: dict[str, str]
@@ -79,7 +79,7 @@ class ExportCheck(StoredModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def ok(self) -> bool:
-        """Return True if the parameters agree and, if there is a tolerance, the outputs do too."""
+        """Return True if the parameters agree and, if there is a tolerance, the outputs are within it."""
         if self.not_loaded or self.parameters != self.stored_parameters:
             return False
         if self.tolerance is None:
@@ -121,7 +121,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
     for candidate in [place for place in places if place.exists()] if run is None else [run]:
-        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # newer checkpoints may exist
+        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # not always the newest one
         try:
             path = checkpoint.resolve(str(own if own.is_dir() else candidate))
         except ConfigError as error:
@@ -133,12 +133,12 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
     if run is not None:
         message = f"{run} does not have the weights that were exported at step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
-    message = f"found no run {exported.run} with the weights of DIR in this folder, in runs or next to DIR"
+    message = f"no run {exported.run} in this folder, DIR's parent or their runs folders has DIR's weights"
     raise ConfigError([Issue("--run", "not_found", message, hint="pass the directory of the run")])
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
-    """Sample batches of ordinary tokens. One sequence has full length, the others have random lengths."""
+    """Sample batches of ordinary tokens. One sequence has the full length; the others have random ones."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
     longest = exported.sequence_length

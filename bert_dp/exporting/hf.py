@@ -1,9 +1,9 @@
-"""Convert bert-dp's models to classes of transformers, without importing transformers.
+"""Convert bert-dp's models to transformers classes, without importing transformers.
 
-ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so the norm is
-applied to every row of the exported embedding table, and the decoder keeps the original table. RoBERTa and
-RobertaPreLayerNorm count positions from pad_token_id + 1. Their layers, like those of BERT, always have a
-bias, which is zero if bert-dp's model has none. Axes: those of bert_dp.model.bert.
+ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so
+bert-dp's is applied to every row of the exported embedding table, and the decoder keeps the original table.
+RoBERTa and RobertaPreLayerNorm count positions from pad_token_id + 1. Their layers, like those of BERT,
+always have a bias, which is zero if bert-dp's model has none. Axes: as in bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ CLASS_OF: dict[Kind, str] = {
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
     """Return the contents of config.json for the model's transformers class. `special`: special token ids by
-    role. Raise ConfigError with the responsible settings if no class can represent the model."""
+    role. Raise a ConfigError that names the responsible settings if no class can represent the model."""
     prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
@@ -56,7 +56,7 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
 
 def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32, named as in its transformers class. Omit a tied decoder.
+    """Return the parameters of `model` in fp32, named as in the transformers class. Omit a tied decoder.
     Raise ConfigError if no class can represent the model."""
     *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)
@@ -112,7 +112,7 @@ def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -
         "head_dim": model.hidden_size // model.num_heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "classifier_pooling": {"cls": "bos", "mean": "mean"}[config.finetune.pooling],
-        "tie_word_embeddings": False,  # the decoder has the table without the norm
+        "tie_word_embeddings": False,  # the decoder's table is the one without the norm
     }
 
 
@@ -131,7 +131,7 @@ def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> di
 
 
 def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
-    """Return the number of unused rows at the start of the class's position table."""
+    """Return the number of unused rows at the start of the transformers model's position table."""
     return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
 
 

@@ -1,8 +1,8 @@
 """Load and run an exported model with the libraries of its format, without importing bert-dp.
 
-`python -I load_exported.py DIR IN OUT` reads the batches ids-0, mask-0, types-0 (if the model has token
-types), ids-1 ... from the safetensors file IN, writes output-0 ... to OUT and prints a JSON line with fields
-of ExportCheck. `bert-dp predict` calls `open_directory`. Axes: B sequences, S positions.
+`python -I load_exported.py DIR IN OUT` reads the arrays of all batches (ids-0, mask-0, types-0 if the
+model has token types, ids-1 ...) from the safetensors file IN, writes output-0 ... to OUT and prints a JSON
+line with fields of ExportCheck. `bert-dp predict` calls `open_directory`. Axes: B sequences, S positions.
 """
 
 import json
@@ -30,7 +30,7 @@ OUTPUTS = {
     "classifier": ("logits",),
     "encoder": ("last_hidden_state",),
 }
-"""Output names of each kind of model, in order; the first output is compared."""
+"""Names of the outputs of each kind of model, in order. The first output is compared."""
 AUTO = {
     "mlm": "AutoModelForMaskedLM",
     "classifier": "AutoModelForSequenceClassification",
@@ -40,17 +40,17 @@ UNUSABLE = 2  # exit code if a directory cannot be loaded
 
 
 class Unusable(RuntimeError):
-    """Error for a directory that cannot be loaded, with a one-line message."""
+    """Error for a directory that cannot be loaded. The message is one line."""
 
 
 def open_directory(directory: Path, form: str, kind: str) -> Compute:
-    """Load a model and return a function that computes the first output of `kind`. A masked language model
+    """Load a model and return a function that computes the output OUTPUTS[kind][0]. A masked language model
     can also be opened as an encoder. Raise Unusable if the directory cannot be loaded."""
     try:
         return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
     except Unusable:
         raise
-    except Exception as error:  # every library raises different errors for a damaged file
+    except Exception as error:  # for a damaged file, every library raises its own errors
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise Unusable(f"DIR: {directory} cannot be loaded ({reason}); export the run again") from None
 
@@ -67,10 +67,10 @@ def open_hf(directory: Path, kind: str) -> Compute:
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """Return the model, the names of its parameters that the file lacks or stores in another shape,
-    and the names of parameters that only the file contains."""
+    """Return the model, the names of its parameters that model.safetensors lacks or stores in another shape,
+    and the names of parameters that only this file contains."""
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if installed
-        logging.getLogger(name).setLevel(logging.ERROR)  # these log every CUDA library that cannot be loaded
+        logging.getLogger(name).setLevel(logging.ERROR)  # they log every CUDA library that cannot be loaded
     import transformers
 
     transformers.logging.set_verbosity_error()  # the caller reports what was not loaded
@@ -88,7 +88,7 @@ def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
-    """Return a function that computes a transformers model's first output for this `kind`."""
+    """Return a function that computes the output OUTPUTS[kind][0] with a transformers model."""
     import torch
 
     def compute(*arrays: Array) -> Array:
@@ -100,7 +100,7 @@ def compute_hf(model: Any, kind: str) -> Compute:
 
 
 def open_onnx(directory: Path, kind: str) -> Compute:
-    """Load the model with ONNX Runtime on the CPU. Nodes that the output does not need are skipped."""
+    """Load the model with ONNX Runtime on the CPU. Nodes that do not contribute to the output are skipped."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -135,8 +135,8 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 
 
 def reload(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """Load, save and reload the model; an AOTInductor model is only loaded. Return it as a function, and the
-    fields of ExportCheck that describe the first load ({} unless `form` is hf)."""
+    """Load, save and reload the model; an AOTInductor model is only loaded. Return a function
+    that runs it, and the fields of ExportCheck that describe the first load ({} unless `form` is hf)."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)

@@ -1,7 +1,7 @@
 """Write the directories of `bert-dp export`. A directory appears only when it is complete.
 
 An exported model maps token ids and a padding mask to outputs, for any batch size and any length up to the
-run's sequence length. It consists of weights for transformers, or of a graph for ONNX Runtime or AOTInductor.
+run's sequence length. It is stored as weights for transformers or as a graph for ONNX Runtime or AOTInductor.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ MAX_BATCH = 2**16
 
 
 class ExportModule(nn.Module):
-    """Module that computes the OUTPUTS of a kind from int64 inputs [B, S]: mlm = token logits [B, S, V] and
+    """Module that maps int64 inputs [B, S] to the OUTPUTS of its `kind`: mlm = token logits [B, S, V] and
     hidden states [B, S, H]; classifier = label logits [B, L]; encoder = hidden states [B, S, H]."""
 
     def __init__(self, model: RunModel, kind: Kind):
@@ -74,7 +74,7 @@ class ExportSource(LoadedCheckpoint):
 
     @property
     def run_name(self) -> str:
-        """Return the name of the run's directory, or of the checkpoint's directory if it is outside a run."""
+        """Return the name of the run's directory, or of the checkpoint's if that is outside a run."""
         folder = self.path.parent
         return folder.parent.name if folder.name == "checkpoints" else self.path.name
 
@@ -87,7 +87,7 @@ class ExportSource(LoadedCheckpoint):
         return ExportModule(self.model, self.kind).eval()
 
     def example(self) -> tuple[Tensor, ...]:
-        """Return inputs for tracing. No size is 1, because tracing would make a size of 1 constant."""
+        """Return inputs for tracing. All sizes exceed 1, because tracing treats a size of 1 as constant."""
         ids_BS = torch.full((2, min(7, self.config.data.sequence_length - 1)), self.special["mask"])
         return (ids_BS, torch.ones_like(ids_BS), torch.zeros_like(ids_BS))[: len(self.inputs)]
 
@@ -112,14 +112,14 @@ def export(
     """Export a model to the new or empty directory `out`. `command`: command line for the model card. Raise
     ConfigError if `out` is not empty, the format cannot represent the model, or a package is missing."""
     if form == "aoti" and source.config.model.lstm_size:
-        message = "torch.export would make the input length of a BiLSTM constant"
+        message = "with torch.export, a BiLSTM would accept only one input length"
         hint = "use `bert-dp export onnx`"
         raise ConfigError([Issue("model.lstm_size", "unsupported", message, hint=hint)])
     # import before writing, because a signal during an import may end this process without cleanup
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         require(package, "export", "export onnx")
     if form == "aoti" and shutil.which("g++") is None:
-        message = "needs g++ for compiling, but it is not installed"
+        message = "needs the compiler g++, which is not installed"
         raise ConfigError([Issue("export aoti", "needs_package", message, hint="install g++ or export onnx")])
     with locked(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -158,7 +158,7 @@ def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecisio
 def write_about(
     folder: Path, source: ExportSource, form: ExportFormat, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write the files that all formats have: the tokenizer, export.json and README.md."""
+    """Write the files that all formats have in common: the tokenizer, export.json and README.md."""
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
@@ -218,14 +218,14 @@ def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
     Runtime's dynamic quantisation)."""
     path = folder / "model.onnx"
     names: dict[str, Any] = {"input_names": [*source.inputs], "output_names": [*OUTPUTS[source.kind]]}
-    if source.config.model.lstm_size:  # the exporter that uses torch.export would make the length constant
+    if source.config.model.lstm_size:  # torch.export would make the length constant
         sizes = {name: {0: "batch", 1: "length"} for name in source.inputs}
         torch.onnx.export(source.module(), source.example(), path, dynamo=False, dynamic_axes=sizes, **names)
     else:
         program = torch.onnx.export(trace(source), dynamo=True, verbose=False, **names)
         assert program is not None
         for node in itertools.chain(program.model.graph, *program.model.functions.values()):
-            node.metadata_props.clear()  # contains stack traces with paths of this machine
+            node.metadata_props.clear()  # remove stack traces, which show paths on this machine
         program.save(path, external_data=False)
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -244,7 +244,7 @@ def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> Non
         # freezing puts weights in oneDNN's layout; without it, fp32 uses MKL, which is faster on Intel CPUs
         "freezing": bf16 or cpu_field("vendor_id") == "AuthenticAMD",
     }
-    with torch.no_grad():  # freezing requires disabled gradients
+    with torch.no_grad():  # freezing requires that gradients are disabled
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(folder / "model.pt2"), inductor_configs=settings
         )
@@ -263,7 +263,7 @@ USAGE = {
     '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
     "    model({names})  # int64 [batch, length]\n",
 }
-NEEDS = {"EuroBERT": "Requires transformers 5 or newer.\n", "aoti": "Runs only on the same kind of CPU.\n"}
+NEEDS = {"EuroBERT": "Needs transformers >= 5.\n", "aoti": "Runs only on the CPU type it was built for.\n"}
 PRETRAINED = (
     "The model was pretrained on documents that end with the separator and have no classification token. "
     "Encode texts with `tokenizer(text, add_special_tokens=False)`.\n"
@@ -293,7 +293,7 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield names and values that describe the training and the evaluation at the exported step."""
+    """Yield (name, value) for facts about the training, and for the scores measured at the exported step."""
     run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):

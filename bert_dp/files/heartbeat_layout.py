@@ -6,7 +6,7 @@ from pathlib import Path
 
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
 IN_STEP = ("data", "step")
-"""Phases of an optimizer step. For each micro batch, a rank waits in `data` and computes in `step`."""
+"""Phases of an optimizer step. A rank waits for a micro batch in `data` and computes on it in `step`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Heartbeat:
     phase: int = 0
     """Index into PHASES."""
     done: int = 0
-    """Number of completed units of work: micro batches in this step, or evaluation batches in this phase. On
-    a GPU, queued units count even if they are not computed yet."""
+    """Number of finished units of work: micro batches in this step, or evaluation batches in this phase. On a
+    GPU, a unit counts as finished once it is queued."""
     progress: int = 0
     """Counter that increases at each new phase and after each unit of work."""
     progress_ns: int = 0
@@ -29,7 +29,7 @@ class Heartbeat:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Return the rank's progress as a tuple, which is smaller for a rank that is further behind."""
+        """Return the rank's progress as a tuple. The further behind a rank is, the smaller its tuple."""
         in_step = PHASES[self.phase] in IN_STEP
         return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 

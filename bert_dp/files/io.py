@@ -21,8 +21,8 @@ def lock(path: Path, *, wait: Literal[True]) -> IO[str]: ...
 @overload
 def lock(path: Path, *, wait: bool = ...) -> IO[str] | None: ...
 def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
-    """Lock the file at `path` until the returned file is closed. If another process has the lock, return None
-    or, with `wait`, wait for the lock. Raises OSError if the file cannot be written."""
+    """Lock the file at `path` until the returned file is closed. If another process holds the lock, return
+    None or, with `wait`, wait for it. Raises OSError if the file cannot be written."""
     while True:
         file = path.open("a")
         try:
@@ -57,7 +57,7 @@ SECRET_NAME = re.compile(
     r"(?i).*(token|secret|passw(or)?d|passphrase|credentials?|api_?key)|.*[_.-](key|pwd|pass|auth|pat|dsn)"
     r"|authorization|.*webhook(_url)?"
 )
-# password in https://user:password@host (even if a slash is missing), or token in https://TOKEN@host
+# password in https://user:password@host (even if one slash is missing), or token in https://TOKEN@host
 URL_PASSWORD = re.compile(
     r"(?<=[:/]/)[^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256}(?=@)|(?<=://)[^\s/?#\"'<>:@]{16,256}(?=@)"
 )
@@ -73,7 +73,7 @@ def is_secret(name: str) -> bool:
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables with secret-like names, except short values and plain words."""
+    """Return the values of variables whose names suggest a secret, except short values and plain words."""
     values = [value.strip() for name, value in environ.items() if is_secret(name)]
     # short values and plain words also occur in ordinary text, which redaction would garble
     return [value for value in values if len(value) >= 6 and not WORD.fullmatch(value)]
@@ -103,7 +103,7 @@ def printable(text: str) -> str:
 
 
 def without_folders(word: str) -> str:
-    """Replace each absolute path in an argument of a command with its last component."""
+    """Shorten each absolute path in an argument of a command to the last component of the path."""
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
@@ -111,7 +111,7 @@ def without_folders(word: str) -> str:
 INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, ranks use env:// (MASTER_ADDR, MASTER_PORT)
 HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: RUN/heartbeats
 LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
-STARTED_AGAIN = "-- started again --"  # line in rank-N.log before the output of a restart
+STARTED_AGAIN = "-- started again --"  # marks where the output of a restart begins in a log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start time of the launcher; see start_ticks
 
@@ -126,7 +126,7 @@ def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def start_ticks(pid: int) -> str:
-    """Return a process's start time in clock ticks, which differs if the pid is reused. Raises OSError."""
+    """Return a process's start time in clock ticks, to recognise a reused pid. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

@@ -30,7 +30,7 @@ def append_line(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSONL file up to the first line that is damaged, truncated or without an integer
+    """Yield a JSONL file's records up to the first line that is damaged or truncated, or lacks an integer
     `step`. Yield nothing if `path` is not a regular file. Raises OSError if the file cannot be read."""
     if not path.is_file():
         return
@@ -82,7 +82,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text (or its parts, in order) atomically, by renaming a temporary file in the directory."""
+    """Write a text (or its parts, in order) atomically: rename a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
 """Record in ledger.json the seconds, dollars and energy that all starts of a run have spent. Torch-free.
 
-The launcher (or rank 0 without a launcher) writes the file every EVERY_S, so that the spending of a killed
-start counts. Rank 0 reads sums and rates from the file and extrapolates the sums to the present.
+The launcher (rank 0 if there is no launcher) writes the file every EVERY_S seconds, so that the spending of a
+killed start counts. Rank 0 reads sums and rates from the file and extrapolates the sums to the present.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ class EnergyCounter(NamedTuple):
 
 
 def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
-    """Return the energy counters of `gpus` (NVML indices) or, without GPUs, of all CPU packages listed in
-    the directory `root`. Return [] if a counter is missing or unreadable: on most machines, only the user
-    root can read CPU counters."""
+    """Return the energy counters of `gpus` (NVML indices) or, if it is empty, of all CPU packages listed
+    in the directory `root`. Return [] if a counter is missing or unreadable: on most machines, only root
+    can read the counters of CPUs."""
     try:
         counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
         for counter in counters:
@@ -79,7 +79,7 @@ class Spent(StoredModel):
     """Totals of one start or of all starts of a run; null = unknown."""
 
     seconds: float = 0.0
-    """Time from the launcher's start to its exit."""
+    """Time for which the launcher ran, or rank 0 if there is no launcher."""
     device_hours: float = 0.0
     dollars: float | None = None
     """Device-hours times run.price_per_device_hour."""
@@ -88,7 +88,7 @@ class Spent(StoredModel):
     co2_kg: float | None = None
     """kWh times run.grams_co2_per_kwh / 1000."""
     energy_origin: str | None = None
-    """Source of the kWh: nvml (GPUs), rapl (whole CPU packages) or stated (run.watts_per_device)."""
+    """Origin of `kwh`: nvml (GPUs), rapl (whole CPU packages) or stated (run.watts_per_device)."""
 
 
 class Start(Spent):
@@ -102,7 +102,7 @@ class LedgerFile(StoredModel):
     """Contents of ledger.json."""
 
     schema_version: Literal[1] = 1
-    starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
+    starts: list[Start] = []  # noqa: RUF012 (pydantic copies mutable defaults)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
     """`dollars_per_s` and `kwh_per_s` are means since the newest entry began."""
@@ -176,7 +176,7 @@ class Ledger:
         self.update()
 
     def use(self, devices: int) -> None:
-        """Begin a new entry if `devices` has changed in a restart."""
+        """Begin a new entry if a restart has changed the number of devices."""
         with self._lock:
             if devices != self._devices:
                 now = self._now()
@@ -234,8 +234,8 @@ class Ledger:
 
 
 class Spending:
-    """Spent share of a budget in dollars or kWh. It reaches 1 when only a reserve is left, which pays for
-    `end_s` seconds to save and close the run and for `evaluation_s` seconds of evaluation."""
+    """Reader of the spent share of a budget in dollars or kWh. The share reaches 1 when only a reserve is
+    left: `end_s` seconds for saving and closing the run, and `evaluation_s` seconds for an evaluation."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s
@@ -243,14 +243,14 @@ class Spending:
         self._ledger, self._read_s = LedgerFile(), -math.inf
 
     def share(self, at_s: float) -> float:
-        """Return the share at monotonic time `at_s`. Raises OSError if the ledger lacks the budget's unit."""
+        """Return the share at monotonic time `at_s`. Raises OSError if the budget's unit was not recorded."""
         if at_s - self._read_s >= EVERY_S:
             with contextlib.suppress(ConfigError):  # keep the previous ledger while the file cannot be read
                 self._ledger, self._read_s = read_ledger(self._run_dir), at_s
         spent = getattr(self._ledger.total(), self._unit)
         rate = getattr(self._ledger, f"{self._unit}_per_s")
         if spent is None or rate is None:
-            raise OSError(f"{self._run_dir / LEDGER} has no {self._unit}")
+            raise OSError(f"{self._run_dir / LEDGER} does not record {self._unit}")
         spent += rate * max(0.0, at_s - self._ledger.at_s)
         usable = self._budget - rate * (self.end_s + self.evaluation_s)
         return 1.0 if spent >= usable else float(spent / usable)

@@ -1,7 +1,7 @@
 """Define the contents of files in a run directory, for their writers (ranks, launcher) and readers. Unknown
 keys are ignored, and missing keys get default values. Torch-free."""
 
-# ruff: noqa: RUF012 (pydantic copies a default)
+# ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
 import errno
 import math
@@ -77,22 +77,22 @@ class RunMemory(StoredModel):
     """Host memory of a run, sampled by the launcher."""
 
     peaks_gib: dict[str, float] = {}
-    """Peak resident memory in GiB by name of the process, such as "rank 0"."""
+    """Process name, such as "rank 0" -> peak resident memory in GiB."""
     oom_kills: int | None
     """Number of processes that the kernel killed for lack of memory; null = no readable counter."""
     counter: str | None
-    """Path of the file with that counter."""
+    """Path of the file from which `oom_kills` was read."""
 
 
 class Failure(StoredFile):
-    """Reason for the failure of a run. The rank writes it to logs/rank-N.error.json; the launcher adds fields
+    """Cause of a run's failure. A failing rank writes it to logs/rank-N.error.json; the launcher adds fields
     and writes it to `failure` in summary.json."""
 
     kind: FailureKind = "error"
     message: str
-    """`ExceptionType: message`, or a description of the exit."""
+    """`ExceptionType: message`; without an exception, a description of what happened."""
     rank: int | None = None
-    """First rank that failed; null = unknown, or the failure concerns several ranks."""
+    """First rank that failed; null = unknown, or not the failure of a single rank."""
     node: str | None = None
     """Number and host of the rank's node in a multi-node run."""
     time_ns: int = 0
@@ -113,7 +113,7 @@ class Failure(StoredFile):
     same_error_ranks: list[int] = []
     """Ranks that independently raised the same exception at the same line."""
     consequences: list[str] = []
-    """One line for each rank that failed because of this failure."""
+    """One line for each rank that failed as a consequence of this failure."""
     explanation: list[str] = []
     fix: list[str] = []
     log: str | None = None
@@ -190,8 +190,8 @@ class HeldOut(StoredModel):
     """Finetuning: "split/metric" -> score in the metric's unit. A score is missing if a logit was not finite,
     and null if the metric is undefined, such as a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
-    """Finetuning: scores of a constant prediction, which is the most frequent label of train (single_label),
-    the most frequent value of each label (multi_label) or the mean score (regression)."""
+    """Finetuning: scores of a constant prediction: the most frequent label (single_label), the most
+    frequent value of each label (multi_label) or the mean score (regression) of the train split."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
     """Finetuning: kind of F1. binary = F1 of the second label; macro = mean of the labels' F1; micro = F1 of
     all decisions pooled."""
@@ -237,7 +237,7 @@ class Summary(StoredFile):
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
     heldout: HeldOut | None = None
-    """All results of the last evaluation. Its `loss` is `heldout_loss`."""
+    """All results of the last evaluation. Its `loss` equals `heldout_loss`."""
     heldout_step: int | None = None
     """Step of the last evaluation. It can be less than `step` if a signal or a failure stopped the run."""
     since_step: int | None = None
@@ -261,13 +261,13 @@ class Summary(StoredFile):
     peak_memory_gib: FiniteOrNone = None
     """Highest peak memory of any rank."""
     energy_j: FiniteOrNone = None
-    """Energy of all ranks' GPUs in this start, in joules, without set-up; null = not measured."""
+    """Joules that the GPUs of all ranks used in this start after set-up; null = not measured."""
     skipped_steps: int | None = None
     checkpoint: str | None = None
     """Path of the newest checkpoint, relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """`ratio` of the slowest rank, as defined in `Straggler`; null for one rank."""
+    """`ratio` of the slowest rank, as defined in `Straggler`; null if the run has one rank."""
     straggler: Straggler | None = None
     """Set if `straggler_ratio` is above STRAGGLER_RATIO and enough steps were measured."""
     time_s: dict[str, float] = {}
@@ -278,7 +278,7 @@ class Summary(StoredFile):
     command_s: FiniteOrNone = None
     """Seconds from the start of the command to the exit of the last rank, measured by the launcher."""
     bucket_bytes: list[int] = []
-    """Sizes of DDP's reduction buckets; empty with other engines."""
+    """Sizes of DDP's gradient buckets; empty with other engines."""
     metrics: dict[str, FiniteOrNone] = {}
     """Other metrics, by name, from the last line of metrics.jsonl."""
     loss_spikes: int | None = None
@@ -316,7 +316,7 @@ class GpuMemory(StoredModel):
 
 
 class RecordedEnvironment(StoredFile):
-    """Part of environment.json that the advice after a failure uses; the launcher writes the whole file."""
+    """Fields of environment.json that the advice after a failure uses. The launcher writes the whole file."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None

@@ -14,8 +14,8 @@ from pathlib import Path
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
-PATIENCE_S = 1.0  # seconds in which the ranks can exit by themselves after the launcher has ended
-SEARCH_S = 5.0  # seconds to repeat the search, because processes may start others before they are killed
+PATIENCE_S = 1.0  # seconds that the ranks have to exit by themselves after the launcher has ended
+SEARCH_S = 5.0  # seconds for which the search repeats, because a process may start others before it is killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -25,7 +25,7 @@ from pathlib import Path
 
 def module_command(module: str, *options: str) -> list[str]:
     """Return the first arguments of a command that runs a module. -P excludes the current directory, in which
-    `python -m` would search for modules first. `options`: options of Python."""
+    `python -m` would search for modules first. `options`: options for Python."""
     return [sys.executable, "-P", *options, "-m", module]
 
 
@@ -43,7 +43,7 @@ def launcher_marks() -> list[str]:
 
 
 def describe_exit_code(code: int, suffix: str) -> str:
-    """Describe an exit code; -N = killed by signal N. `suffix`: words to append to a code >= 0."""
+    """Describe an exit code; -N = killed by signal N. `suffix`: words that follow a code >= 0."""
     if code >= 0:
         return f"exited with code {code} {suffix}".rstrip()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
@@ -60,7 +60,7 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; no reaper kills this one, because its environment has no marks
+    # -I and -S keep the interpreter small; without the marks, no reaper kills this process
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for "done" on stdin. If it closes first, kill the processes with `marks` and remove `scratch`."""
+    """Wait for "done" on stdin. If stdin closes first, kill processes with `marks` and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

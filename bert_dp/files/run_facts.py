@@ -17,9 +17,9 @@ from bert_dp.files.models import InitFrom, StoredFile
 SCHEMA_VERSION = 1
 PAGE = "report.html"
 PREDICTIONS = "predictions.jsonl"
-"""File with the logits of a finetuned run for every dev and test example."""
+"""File in which a finetuning run stores the logits of every dev and test example."""
 SEQUENCE_LOSSES = "heldout_losses.json"
-"""File with the loss of a pretraining run on every held-out sequence."""
+"""File in which a pretraining run stores the loss of every held-out sequence."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -40,10 +40,10 @@ class CheckpointFacts(StoredModel):
     elapsed_s: float = Field(ge=0)
     skipped_steps: Count = 0
     loss_spikes: Count = 0
-    recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
+    recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies mutable defaults)
     config: dict[str, Any]
     code: dict[str, Sha256] = {}  # noqa: RUF012
-    """Setting -> SHA-256 of its custom code file."""
+    """Setting -> SHA-256 of the custom code file that it names."""
     data_hash: Sha256
     tokenizer: Sha256 | None = None
     """SHA-256 of the tokenizer file."""
@@ -71,7 +71,7 @@ def weights_hash(checkpoint: Path) -> str:
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """Return the path of tokenizer.json in a checkpoint, or else in its run. Raises ConfigError."""
+    """Return the path of tokenizer.json in a checkpoint, or else in its run directory. Raises ConfigError."""
     places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
     for place in places:
         if place.is_file():
@@ -82,7 +82,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
     """Return the path and state.json of a checkpoint, or None. `directory`: the checkpoint, or a run or
-    folder of which the newest checkpoint is used. Hashes are not verified."""
+    folder whose newest readable checkpoint is used. Hashes are not verified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -115,12 +115,12 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """SHA-256 of the run's tokenizer.json. The exported file differs if the run's tokenizer pads, truncates
-    or adds other special tokens than in finetuning."""
+    """SHA-256 of the run's tokenizer.json. Export changes its copy if the file turns on padding or
+    truncation, or adds other special tokens than finetuning does."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
-    """Number of parameters of the run's model."""
+    """Number of parameters in the run's model."""
     pad: Count
     """Id of the padding token."""
     inputs: tuple[str, ...] = INPUTS
@@ -132,7 +132,7 @@ class Exported(StoredFile):
 
 
 def read_exported(directory: Path) -> Exported:
-    """Read export.json, and check the hashes of the files that loading needs. Raises ConfigError."""
+    """Read export.json, and check the hashes of the files needed for loading. Raises ConfigError."""
     path = directory / EXPORTED
     with errors.refusing("DIR", str(path), Exported.hint):
         exported = Exported.model_validate_json(errors.read_regular(path, errors.MAX_JSON_BYTES))

@@ -1,1 +1,1 @@
-"""Measure computation, communication and storage. Each program prints JSON lines for the launcher."""
+"""Measure computation, communication and storage. Each module prints JSON lines for the launcher."""

@@ -32,7 +32,7 @@ def _measure(
     seconds: float,
     interface: str = "lo",
 ) -> None:
-    """Time all-reduces as one rank, for about `seconds` per size (in bytes). Rank 0 prints the results.
+    """Run one rank. Time all-reduces of `sizes` bytes, for about `seconds` each. Rank 0 prints the results.
     `store`: path of a file for ranks on one node, or a store for two nodes."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -66,7 +66,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
     start = time.perf_counter()
     for _ in range(WARM_UP):
         once()
-    one_s = (time.perf_counter() - start) / WARM_UP  # including the barrier
+    one_s = (time.perf_counter() - start) / WARM_UP  # includes the time of the barrier
     count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
     dist.broadcast(count, 0)
     times = sorted(once() for _ in range(int(count)))
@@ -77,7 +77,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
 
 
 def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
-    """Start `size` ranks. The default is one per GPU if there are several GPUs, else two on the CPU."""
+    """Start `size` ranks; 0 = one rank per GPU if there are several GPUs, else two ranks on the CPU."""
     follow_launcher()
     gpus = torch.cuda.device_count()
     size = size or (gpus if gpus > 1 else 2)

@@ -1,4 +1,4 @@
-"""Measure the matmul rate of one device, the denominator of MAMFU.
+"""Measure the matmul rate of one device. This rate is the denominator of MAMFU.
 
 `python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line with the best rate of several
 shapes, as MAMF-finder (stas00/ml-engineering) does. On a CPU, it uses all cores available to the process.

@@ -1,4 +1,4 @@
-"""Measure when each gradient in a training step of one rank is ready, for the predictions of `plan scaling`.
+"""Measure when each gradient is ready during one rank's training step, for the predictions of `plan scaling`.
 
 `python -m bert_dp.measure.profile_step CONFIG.yaml` prints one JSON line. One process trains with the engine,
 the micro-batch size and the data of the configuration.
@@ -28,7 +28,7 @@ WARM_UP, REPEATS = 2, 7
 
 @contextlib.contextmanager
 def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
-    """Yield a trainer of one rank, without a process group. `work`: a scratch directory."""
+    """Yield a trainer for a single rank, without a process group. `work`: a scratch directory."""
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)

@@ -1,9 +1,9 @@
 """Define the crammed BERT as PyTorch modules that do not depend on ranks, files or optimizers.
 
 Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary, P predicted
-positions of the whole micro batch. Parameter names and shapes match ModernBERT, so that transformers can
-load exported models with rotary positions. The architecture is that of arXiv 2212.14034 and of
-`arch=crammed-bert` in github.com/JonasGeiping/cramming. To add a variant of a block, add its value to
+positions of the whole micro batch. Parameter names and shapes match ModernBERT's, so that transformers can
+load exported models that use rotary positions. The architecture is that of arXiv 2212.14034 and of
+`arch=crammed-bert` in github.com/JonasGeiping/cramming. To add a variant of a block, add a value for it to
 `ModelConfig` (config/schema.py), and add its parameters and FLOPs to bert_dp/cost.py.
 """
 
@@ -33,7 +33,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def sinusoidal_table(length: int, hidden: int) -> Tensor:
-    """Return float64 [S, H]: sines in even columns, cosines in odd ones (arXiv 1706.03762, section 3.5)."""
+    """Return a float64 table [S, H]: sines in even, cosines in odd columns (arXiv 1706.03762, sec. 3.5)."""
     angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
         torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
     )
@@ -57,7 +57,7 @@ def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
 
 class TiedLookup(torch.autograd.Function):
     """Embedding lookup that returns (weight[ids], weight). The tied decoder uses the second output. To save
-    memory, the backward pass adds the gradients of the rows to the decoder's gradient in place."""
+    memory, the backward pass adds the gradients of the looked-up rows to the decoder's gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ class Embeddings(nn.Module):
         out: Tensor = self.drop(self.norm(x_BSH), seed_B)
         kind = out.device.type
         in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        # under autocast, every block adds a bf16 output, so the residual stream keeps this dtype
+        # under autocast, blocks add bf16 outputs, so a residual stream that starts in bf16 stays in bf16
         return out.bfloat16() if self.narrow_residual and in_bf16 else out
 
 
@@ -177,7 +177,7 @@ class Attention(nn.Module):
             return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
         q, k, v = (
             part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
-        )  # each [B, A, S, D], with the A heads of this rank
+        )  # each [B, A, S, D], where A counts only the heads of this rank
         if rotary_2SD is not None:
             q, k = rotate(q, rotary_2SD), rotate(k, rotary_2SD)
         if drops or is_slow_in_kernel(q):
@@ -313,13 +313,13 @@ class Encoder(nn.Module):
         near_SS = distance_SS <= self.reach
         if real_B11S is None:
             return near_SS[None, None]
-        # padding attends to itself, because the softmax of a padding position without any key would be NaN
+        # each padding position attends to itself, because a softmax over no keys would be NaN
         return near_SS & (real_B11S | (distance_SS == 0))
 
 
 class PredictionHead(nn.Module):
-    """Token-prediction head: dense, GELU and norm if configured, then the tied decoder and the loss. It first
-    applies the encoder's `final_norm`, in the same graph and to the predicted positions only."""
+    """Token-prediction head: the encoder's final norm (at predicted positions only, compiled with the head),
+    then a dense layer, GELU and a norm if model.head is `dense`, then the tied decoder and the loss."""
 
     def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
@@ -367,7 +367,7 @@ class EncoderModel(Model):
         return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
-        """Return the split of parameters in tensor parallelism; see `Model.tensor_plan`. Attention is split
+        """Return the parameters that tensor parallelism splits; see `Model.tensor_plan`. Attention is split
         by heads, the MLP by intermediate units and the vocabulary by rows. Other parameters stay whole."""
         fused = 2 if self.gated else 1
         splits = {

@@ -9,11 +9,11 @@ from bert_dp.model.classifier import HEAD_SITE
 from bert_dp.model.interface import Model
 from bert_dp.model.kernels import KeyedDropout, fold_in
 
-EMBEDDING_BOUND = 0.25  # gives about the variance of word2vec's vectors (arXiv 1408.5882)
+EMBEDDING_BOUND = 0.25  # gives a variance close to that of word2vec's vectors (arXiv 1408.5882)
 
 
 class BiLstm(Model):
-    """Classifier of whole examples: an embedding, one bidirectional LSTM, a ReLU layer and a linear layer.
+    """Classifier for whole examples: an embedding, one bidirectional LSTM, a ReLU layer and a linear layer.
     Each direction is a separate LSTM on padded batches, and the second LSTM reads reversed examples. Packed
     sequences would give the same result, but torch.export and the ONNX exporters do not support them."""
 
@@ -51,7 +51,7 @@ class BiLstm(Model):
         return torch.cat([one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()], dim=-1)
 
     def _encode(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return [B, 2H]: the final state of each direction over the first `length_B` tokens."""
+        """Return [B, 2H]: the state of each direction after it has read the first `length_B` tokens."""
         x_BSE = self.drop_embedding(self.embedding(ids_BS), seed_B)
         index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
         reverse_BS = (length_B[:, None] - 1 - index_S).clamp(min=0)

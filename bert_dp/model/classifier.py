@@ -49,7 +49,7 @@ class ClassificationHead(nn.Module):
 
 
 def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
-    """Return [B, H]: the state of the first token (`cls`), or the mean over real tokens (`mean`)."""
+    """Return [B, H]: the state of the first token (`cls`), or the mean state of real tokens (`mean`)."""
     if pooling == "cls":
         return x_BSH[:, 0]
     if real_BS is None:

@@ -16,8 +16,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def fits(length: int, head_size: int) -> bool:
-    """Return whether `packed_attention` supports a sequence length and a head size. Both are limited, because
-    one Triton program computes all scores of a head."""
+    """Return whether `packed_attention` supports this sequence length and head size. Both are limited,
+    because one Triton program computes all scores of one head of one sequence."""
     return length <= 128 and head_size in (16, 32, 64)
 
 
@@ -103,8 +103,8 @@ def gate_backward(x_gate, grad_out, grad_x_gate, rows, columns, BLOCK: tl.conste
 def packed_attention(qkv_BS3H: Tensor, heads: int) -> Tensor:
     """Compute bidirectional attention over sequences of at most 128 tokens: [B, S, 3 H] -> [B, S, H].
 
-    One program processes one head of one sequence, so the backward pass needs neither the output nor the row
-    sums, uses no atomics, and writes the gradients of q, k and v to one packed tensor.
+    One program processes one head of one sequence, so the backward pass needs neither the output nor the
+    softmax's row sums, uses no atomics, and writes the gradients of q, k and v to one packed tensor.
     """
     batch, length, width = qkv_BS3H.shape
     out = qkv_BS3H.new_empty(batch, length, width // 3)

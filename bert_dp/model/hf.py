@@ -1,4 +1,4 @@
-"""Map transformers' tensor names to bert-dp's, and load initial weights that transformers has saved.
+"""Map transformers' tensor names to bert-dp's, and load initial weights saved by transformers.
 
 ModernBERT has the same names as bert-dp. The names of BERT, RoBERTa and RobertaPreLayerNorm differ from each
 other only in the prefix, the head and the positions of the norms. Axes: as in bert_dp.model.bert.
@@ -41,9 +41,9 @@ NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias"
 
 
 def bert_names(model: ModelConfig, family: str, prefix: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
-    """Yield (name in transformers, name in bert-dp) of each embedding, norm and linear layer of BERT, RoBERTa
-    or RobertaPreLayerNorm, except query, key and value. The names omit ".weight" and ".bias". `prefix`:
-    the encoder's prefix in transformers. `has_head`: include the prediction head, without its decoder."""
+    """Yield (name in transformers, name in bert-dp) for each embedding, norm and linear layer of BERT,
+    RoBERTa or RobertaPreLayerNorm, except query, key and value. The names omit ".weight" and ".bias".
+    `prefix`: the encoder's prefix in transformers. `has_head`: include the prediction head but no decoder."""
     for hf_name, own_name in IN_EMBEDDINGS.items():
         yield f"{prefix}embeddings.{hf_name}", f"model.embeddings.{own_name}"
     for i in range(model.num_layers):
@@ -92,7 +92,7 @@ def from_modernbert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
             layer = name.removesuffix(".Wqkv.bias")
             query_H, key_H, value_H = tensor.chunk(3)
             if key_H.any():
-                message = f"{hf_name} has a key bias, which bert-dp does not support"
+                message = f"{hf_name} contains a nonzero key bias, which bert-dp does not support"
                 raise ConfigError([Issue("run.init_from", "unsupported", message, hf_name)])
             yield f"{layer}.q_bias", query_H.clone()
             yield f"{layer}.v_bias", value_H.clone()
@@ -135,7 +135,7 @@ def from_bert(
     dropped += [name for name in others if name.startswith(heads)]
     surplus = [name for name in others if not name.startswith(heads)]
     lines = [f"has no {', '.join(missing)}"] if missing else []
-    lines += [f"has {', '.join(surplus)}, which {family} does not have"] if surplus else []
+    lines += [f"contains {', '.join(surplus)}, which {family} does not have"] if surplus else []
     messages = [f"{WEIGHTS} {line[:400]}" for line in lines]
     if messages:
         raise ConfigError([Issue("run.init_from", "conflict", line, WEIGHTS) for line in messages])

@@ -30,5 +30,5 @@ class Model(nn.Module):
         return False
 
     def is_pretrained(self, name: str) -> bool:
-        """Return whether to load a tensor from run.init_from. The others keep their seeded initial values."""
+        """Return whether to load a tensor from run.init_from. If not, it keeps its seeded initial values."""
         return True

@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Compute a @ b.T with the faster library for the device and dtype: [M, N]. Callers define backward."""
+    """Compute a @ b.T, [M, N], with the faster library for device and dtype. Callers define its gradient."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
@@ -109,7 +109,7 @@ def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
     """Add the gradients to `grad_VH` with nn.Embedding's backward kernel. It sums the gradients of a token id
-    in parallel, using fp32 for 16-bit gradients. Positions in `foreign_BS` get an extra id, to be skipped."""
+    in parallel, using fp32 for 16-bit gradients. It skips the positions that `foreign_BS` marks."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)
@@ -134,7 +134,7 @@ def mix32(x: Tensor) -> Tensor:
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
     """Derive the int32 keys of a dropout site from `key`. `site`: an int, or an int32 tensor that is on the
     same device as `key` and is broadcast with it."""
-    if isinstance(site, int):  # filled on the device, because copying a number would block the host
+    if isinstance(site, int):  # filled on the device, because copying a number to it would block the host
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))
 

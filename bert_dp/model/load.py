@@ -49,7 +49,7 @@ def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
     The model is on the CPU and in eval mode. For a pretrained run, `model(ids_BS, positions_P)` returns the
     logits [P, V] at flat positions b * S + s. For a finetuned or distilled run, `model(ids_BS, real_BS)`
     returns the logits [B, L] of whole examples. `model.model(ids_BS)` returns the hidden states [B, S, H]; a
-    BiLSTM has none. Pretraining uses no <cls>, so encode texts for a pretrained run with
+    BiLSTM has no `model.model`. Pretraining uses no <cls>, so encode texts for a pretrained run with
     `add_special_tokens=False`. Raise ConfigError if no checkpoint is valid.
     """
     loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
@@ -57,7 +57,7 @@ def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
 
 
 def load_checkpoint(path: Path) -> LoadedCheckpoint:
-    """Load a checkpoint that was verified before. Raise ConfigError if its model or tokenizer is unusable."""
+    """Load a checkpoint that has been verified. Raise ConfigError if its model or tokenizer is unusable."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     if config.task is not None:
@@ -112,7 +112,7 @@ def recompute_blocks(model: Model) -> None:
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
     """Run a block, and recompute it in the backward pass. All blocks share a graph, because this function is
-    bound as a method. With torch's own wrapper, Dynamo would compile neither the wrapper nor the block."""
+    bound as a method. With torch's own wrapper, no block would be compiled: Dynamo skips torch's code."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
@@ -147,7 +147,7 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        # rank 0 chooses the checkpoint for all, because the source run may still write and remove some
+        # rank 0 chooses for all ranks, because the source run may still write and remove checkpoints
         path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)
@@ -166,18 +166,18 @@ def first_state(
 
 
 def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> State:
-    """Load the tensors of the checkpoint in run.init_from. `tokenizer`: hash of the data's tokenizer.
-    Raise ConfigError if the checkpoint does not fit the run."""
+    """Load the tensors of the checkpoint that run.init_from selects. `tokenizer`: hash of the data's
+    tokenizer. Raise ConfigError if the checkpoint does not fit the run."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
         own = str(facts.tokenizer)[:16]
-        message = f"{source} was trained with tokenizer {own}, but the shards have {tokenizer[:16]}"
+        message = f"{source} was trained with tokenizer {own}, but the shards use {tokenizer[:16]}"
         hint = "build the shards with data.tokenizer set to that run's tokenizer.json"
         issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:
-        message = f"{path} was saved before the first step and has no moments"
+        message = f"{path} was saved before the first step and contains no moments"
         issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
     if issues:
         raise ConfigError(issues)

@@ -1,6 +1,6 @@
 """Create optimizers and compute the learning rate.
 
-A new optimizer needs a file with a function `make` and a row in `OPTIMIZERS` of bert_dp/config/engines.py.
+To add an optimizer, add a file with a function `make` here, and a row to `OPTIMIZERS` in config/engines.py.
 """
 
 import importlib
@@ -63,7 +63,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         if not is_checked and optimizer.state:
             is_checked = True
             if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
-                message = "the state of every parameter must be tensors, scalar or of the parameter's shape"
+                message = "must keep state for every parameter, as scalar tensors or tensors of its shape"
                 raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]
@@ -114,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         return 1.0 - skip.to(like.dtype), divisor.to(like.dtype)
 
     def adam_state(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return lists of exp_avg, exp_avg_sq and step of `params`, which are zero before the first step."""
+        """Return lists of exp_avg, exp_avg_sq and step for `params`; all are zero before the first step."""
         for p in params:
             if not self.state[p]:
                 self.state[p] = {

@@ -1,6 +1,6 @@
 """Create LAMB (arXiv 1904.00962) as in NVIDIA apex's FusedLAMB: with Adam's bias correction, with eps outside
 the square root, and with a trust ratio ||w|| / ||u|| for each whole tensor that has weight decay. The engine
-clips by the global norm."""
+clips the gradients by their global norm."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -99,7 +99,7 @@ def moments(
 
 
 def descend(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor) -> None:
-    """Compute p -= lr * ratio * update in place. The trust ratio is 1 if one of its two norms is 0."""
+    """Compute p -= lr * ratio * update in place. The trust ratio is 1 if either norm is 0."""
     weight_N, update_N = sums_2N.sqrt()
     rate_N = lr * torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
     for i, (p, update) in enumerate(zip(params, updates, strict=True)):

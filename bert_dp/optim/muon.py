@@ -1,8 +1,8 @@
 """Create Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices, with AdamW for the rest.
 
 A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). This is as large
-as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, section 2.2). A parameter of
-several fused matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM
+as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, section 2.2). A parameter that
+fuses several matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM
 issue 1428).
 """
 
@@ -108,7 +108,7 @@ class Muon(Optimizer):
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield lists of indices of equally shaped matrices. The matrices of a list have at most BATCH_ELEMENTS
-    elements in total, unless the list has only one."""
+    elements in total, unless the list contains only one matrix."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -120,7 +120,7 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Turn TF32 off in the block, even if the model may use it (`devices.allow_tf32`)."""
+    """Turn TF32 off within this context, even if the model may use it (`devices.allow_tf32`)."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

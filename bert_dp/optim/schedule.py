@@ -8,10 +8,10 @@ from bert_dp.config import ScheduleConfig
 def lr_factor(schedule: ScheduleConfig, progress: float) -> float:
     """Return the learning rate, divided by its peak, at progress f in [0, 1].
 
-    budget_triangle: min(0.25 + f, 4 (1 - f)), as in JonasGeiping/cramming (budget-triangle2). linear, cosine
-    and wsd start with a linear warmup over warmup_fraction; wsd ends with a 1 - sqrt decay over
-    decay_fraction (arXiv 2405.18392). exponential: 1e-4^(1 - f), for a learning-rate range
-    test (arXiv 1506.01186, section 3.3, where the rise is linear).
+    budget_triangle: min(0.25 + f, 4 (1 - f)), as in JonasGeiping/cramming (budget-triangle2). The schedules
+    linear, cosine and wsd start with a linear warmup over warmup_fraction; wsd ends with a 1 - sqrt decay
+    over decay_fraction (arXiv 2405.18392). exponential: 1e-4^(1 - f), for a learning-rate range test. The
+    test in arXiv 1506.01186, section 3.3, raises the rate linearly instead.
     """
     f = min(max(progress, 0.0), 1.0)
     if schedule.name == "budget_triangle":

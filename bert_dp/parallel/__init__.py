@@ -37,7 +37,7 @@ class Engine(Protocol):
         """Wrap or shard `model`, which is already on its device, then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context for forward and backward of a micro batch. Reduce gradients only if `last`."""
+        """Return a context for a micro batch's forward and backward. It reduces gradients only if `last`."""
 
     def backward(self, loss: Tensor) -> None:
         """Run backward for `loss`. The losses of all micro batches and replicas sum to the step's loss."""

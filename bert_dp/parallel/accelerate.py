@@ -35,7 +35,7 @@ class Engine:
         # accelerate does not read srun's and mpirun's variables, and would change the number of threads
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        # pass no size if bucket_mib is not set: the first bucket then has 1 MiB, as by default in torch
+        # pass no size if bucket_mib is not set: torch then limits the first bucket to 1 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",

@@ -1,4 +1,4 @@
-"""Arrange ranks in replicas, and take optimizer steps with clipped gradients. Shared by the engines."""
+"""Arrange ranks in replicas, and take optimizer steps with clipped gradients, for several engines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -85,7 +85,7 @@ def clip_and_step(
     finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because all get the norm
     of the reduced gradients. The caller frees the gradients.
 
-    `sharded_sums` sums over the ranks that have parts of the optimizer's tensors; None = every tensor is
+    `sharded_sums` sums over the ranks that hold parts of the optimizer's tensors; None = every tensor is
     whole. `norm_sums` also sums over the ranks that own other tensors; None = use `sharded_sums`.
     """
     if scaler is not None:

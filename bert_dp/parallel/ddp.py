@@ -1,5 +1,5 @@
-"""Train with DistributedDataParallel: every replica has all weights, and gradients are all-reduced in buckets
-on the last micro batch only."""
+"""Train with DistributedDataParallel: every replica holds all weights, and gradients are all-reduced in
+buckets on the last micro batch only."""
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
@@ -70,7 +70,7 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # DDP records the static graph in its first reduction, whose result the dry run discards
+            # DDP records the static graph in its first reduction: in the dry run, which discards the result
             return nullcontext()
         return self._ddp.no_sync()
 

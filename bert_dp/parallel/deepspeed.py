@@ -1,10 +1,10 @@
 """Train with DeepSpeed ZeRO (arXiv 1910.02054). DeepSpeed reduces and clips gradients and takes the steps.
 The model, the optimizer and the training loop are bert-dp's.
 
-Stages 0 and 1 reduce gradients only on the last micro batch, stages 2 and 3 on every micro batch. Stages 1 to
-3 flatten tensors, so LAMB is limited to stage 0. Muon is unsupported. To clip, DeepSpeed divides by
-(norm + 1e-6) / clip; other engines divide by norm / clip. If the norm is not finite, DeepSpeed itself skips
-the step in stages 1 to 3.
+Stages 0 and 1 reduce gradients only on the last micro batch, stages 2 and 3 on every micro batch. LAMB needs
+the norm of each tensor, so it is limited to stage 0: stages 1 to 3 flatten tensors. Muon is unsupported. To
+clip, DeepSpeed divides by (norm + 1e-6) / clip; other engines divide by norm / clip. If the norm is not
+finite, DeepSpeed itself skips the step in stages 1 to 3.
 """
 
 import logging
@@ -25,7 +25,7 @@ from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
-OLDEST = (0, 19, 8)  # oldest tested version; older ones may not skip an fp32 step if its norm is not finite
+OLDEST = (0, 19, 8)  # oldest tested version; older ones may take fp32 steps whose norm is not finite
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as in ddp; DeepSpeed would allocate its default of 2 GB
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,7 +43,7 @@ class Engine:
         os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            # otherwise DeepSpeed runs numactl at every reduction to count devices
+            # otherwise DeepSpeed counts devices by running numactl at every reduction
             os.environ.setdefault("LOCAL_SIZE", str(world.local_size))
         import deepspeed
 
@@ -53,9 +53,9 @@ class Engine:
             hint = f"install {'.'.join(map(str, OLDEST))} or newer"
             raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # in DeepSpeed
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed's
         if device.type == "cpu":
-            deepspeed.ops.__compatible_ops__ = {}  # so that DeepSpeed compiles no all-reduce for inference
+            deepspeed.ops.__compatible_ops__ = {}  # keeps DeepSpeed from compiling an inference all-reduce
         if deepspeed.comm.is_initialized():  # drop references to destroyed groups of an earlier run
             deepspeed.utils.groups._release_process_group_references()
         self._package: Any = deepspeed
@@ -87,12 +87,12 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over replicas, but the shares must be summed
+        # DeepSpeed averages gradients over replicas, but the step's loss is the sum of the replicas' losses
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self, max_norm: float) -> Tensor:
         assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips by its configured norm only"
-        if self._stage == 0:  # here DeepSpeed does not skip steps, so the optimizer does it
+        if self._stage == 0:  # in this stage DeepSpeed never skips a step, so the optimizer must
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
             self._optimizer.grad_scale = torch.ones_like(norm)  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class Engine:
             self._engine.step()
             return norm
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()  # inf if skipped
+        norm = self._engine.get_global_grad_norm()  # inf if the step was skipped
         return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
 
     def gather_state(self) -> State | None:
@@ -120,7 +120,7 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Raises ValueError if the parameters' step counts differ; DeepSpeed has only one."""
+        """Load the state. Stages 1 to 3 raise ValueError if step counts differ, as they keep only one."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
@@ -143,11 +143,11 @@ class Engine:
             values["step"].fill_(max(steps, default=0.0))
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """Gather the weight (key "") or a moment of a parameter. Collective."""
+        """Gather a parameter's whole weight (key "") or its moment `key`. Collective."""
         return self._safe("get_full", key)(parameter, *filter(None, [key])).detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
-        """Set this rank's part of the optimizer's copy of a weight (key ""), or of a moment."""
+        """Set this rank's part of the optimizer's fp32 weight (key "") or moment `key` from `whole`."""
         part, verb = whole, "set_full"
         if self._stage == 3:  # safe_set_full_* fails if a tensor's size is not a multiple of the world size
             size, verb = parameter.ds_tensor.numel(), "set_local"
@@ -160,19 +160,19 @@ class Engine:
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """Return the configuration passed to DeepSpeed. Its own defaults apply to keys that are absent."""
+    """Return the configuration passed to DeepSpeed. DeepSpeed's defaults apply to the keys left out."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
-        "gradient_accumulation_steps": 1,  # the loop accumulates, because a batch ramp changes this number
+        "gradient_accumulation_steps": 1,  # bert-dp itself accumulates, as a batch ramp changes the number
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "fp16": {"enabled": False},
-        "bf16": {"enabled": False},  # because it would convert the parameters to bf16
+        "bf16": {"enabled": False},  # True would convert the parameters to bf16
         # needed because DeepSpeed's forward disables the loop's autocast on a GPU
         "torch_autocast": {
             "enabled": precision == "bf16",
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],  # gradients of modules listed here would be reduced in bf16
         },
-        "timers": {"throughput": {"enabled": False}},  # because it would synchronise the device in every step
+        "timers": {"throughput": {"enabled": False}},  # True would synchronise the device in every step
     }

@@ -1,8 +1,8 @@
 """Train with FSDP2 (torch fully_shard): weights, gradients and optimizer state are sharded, and weights are
 gathered block by block.
 
-The optimizer updates this rank's shards as plain tensors. The norm of a whole tensor is computed from sums
-over the ranks.
+The optimizer updates this rank's shards as plain tensors. To compute the norm of a whole
+tensor, the ranks add up their sums of squares.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,8 +36,8 @@ class Engine:
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._tensor.shard_model(model)
-        # gather weights in their own dtype, so that autocast casts the same weights as under ddp, and layer
-        # norms and embeddings remain fp32 on every device
+        # gather weights in their own dtype, so that autocast casts the same weights as under ddp, and norm
+        # layers and embeddings remain fp32 on every device
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": policy}
         blocks = model.blocks()
@@ -47,7 +47,7 @@ class Engine:
         assert isinstance(model, FSDPModule)
         sharded: list[Any] = [model, *blocks]
         for module in sharded:
-            module.set_gradient_divide_factor(1.0)  # sum gradients; the loss is already a share
+            module.set_gradient_divide_factor(1.0)  # sum gradients, because the losses sum to the step's loss
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
         self._model: Any = model
         self._sharded: dict[str, Any] = dict(model.named_parameters())

@@ -79,7 +79,7 @@ class TensorParallel:
     def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
     ) -> ShardedSums:
-        """Return the ShardedSums of the optimizer's parameters. It sums over a replica's ranks and over
+        """Return a ShardedSums for the optimizer's parameters. It sums over a replica's ranks and over
         `groups`, and counts a replicated tensor on one rank only."""
         if self._size == 1:
             return ShardedSums(None, groups)
@@ -90,7 +90,7 @@ class TensorParallel:
 
 
 class ParallelLinear(Linear):
-    """Base class of a linear layer that is split over ranks. Contains this rank's part."""
+    """Base class of linear layers that are split over ranks. An instance holds this rank's part."""
 
     def __init__(self, share: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -174,7 +174,7 @@ def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Ten
 
 
 def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """Return x @ weight.T, in autocast's dtype if enabled. Backward sums the gradient of x over the ranks."""
+    """Return x @ weight.T, in the dtype of any enabled autocast. Backward sums x's gradient over ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -207,7 +207,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """Embedding lookup that returns (weight[ids], weight). Backward adds both gradients in one tensor."""
+    """Embedding lookup that returns (weight[ids], weight). Backward sums both gradients into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, rank: int, group: str) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the terms of the cross entropy. Two reductions, of P and 2 P numbers, replace a gather of P x V
-    logits. Logits are relative to the position's largest logit on any rank. Return exp_PV, the exponentials
+    logits. Logits are relative to the position's largest logit of all ranks. Return exp_PV, the exponentials
     of this rank's columns; sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative
     label); local_P, the label's column on this rank; and mine_P, True if this rank has that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)

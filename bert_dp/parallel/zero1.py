@@ -33,7 +33,7 @@ ALIGNED_BYTES = 16  # alignment of a bucket's tensors, so that one compiled grap
 
 @dataclass
 class Bucket:
-    """Tensors of one owner. They share a buffer for weights and one for gradients, padded with zeros."""
+    """Tensors of one owner. They share one weight buffer and one gradient buffer, both padded with zeros."""
 
     owner: int
     names: list[str]
@@ -115,7 +115,7 @@ class Engine:
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def _send_complete(self) -> None:
-        """Start to reduce complete buckets to their owners, in the same order on every rank."""
+        """Start reducing complete buckets to their owners, in the same order on every rank."""
         while len(self._works) < len(self._buckets):
             bucket = self._buckets[len(self._works)]
             if bucket.missing:
@@ -181,7 +181,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Assign each tensor, largest first, to the rank with the fewest elements so far. Return the owners."""
+    """Assign tensors, largest first, to the rank with the fewest elements so far. Return each one's owner."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -22,7 +22,7 @@ LENGTH_MULTIPLE = 16  # padded lengths are multiples of this, so that few shapes
 
 
 class MicroBatch(Protocol):
-    """Micro batch, in host memory until `to` copies it. Each task adds its own fields."""
+    """Micro batch. It stays in host memory until `to` copies it to a device. Tasks add their own fields."""
 
     @property
     def sample_ids(self) -> NDArray[Any]:
@@ -49,7 +49,7 @@ class DatasetInfo:
     """Description of a task's data for checkpoints, the log and the summary."""
 
     data_hash: str
-    """SHA-256 in hexadecimal; a run resumes only with identical data."""
+    """SHA-256 that identifies the data, in hexadecimal; a run resumes only with identical data."""
     tokenizer: str | None
     """SHA-256 of the tokenizer file."""
     num_samples: int
@@ -66,7 +66,7 @@ class DatasetInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Inputs of an evaluation other than the model."""
+    """Inputs of an evaluation besides the model."""
 
     comm: HostCollectives
     device: torch.device
@@ -81,7 +81,7 @@ class Context:
     """Function that the task calls before each batch; True = stop the evaluation. Collective: all ranks must
     call it equally often, and all get the same result."""
     run_dir: Path | None = None
-    """Directory for results per example or sequence; None = this rank does not write them."""
+    """Directory for the results of single examples or sequences; None = this rank does not write them."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sums of `values` over replicas, counting each replica once. Collective."""
@@ -125,8 +125,8 @@ class Task(Protocol):
         samples. All ranks get the same number."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Evaluate the model over all replicas, in eval mode. Return fields of files.models.HeldOut, or None
-        if there is no held-out data or `context.stopped` returned True. Collective."""
+        """Evaluate `model`, which is in eval mode, on all replicas. Return fields of files.models.HeldOut, or
+        None if there is no held-out data or `context.stopped` returned True. Collective."""
 
     def example_batch(self, micro_size: int) -> MicroBatch:
         """Return a synthetic micro batch with the largest shapes that a run uses."""

@@ -24,7 +24,7 @@ from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.finetune import Finetuning, LabelledBatch
 from bert_dp.training import checkpoint
 
-EMBEDDINGS = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # in a transformer, in a BiLSTM
+EMBEDDINGS = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # a transformer's and a BiLSTM's
 
 
 class Distillation(Finetuning):
@@ -86,8 +86,8 @@ class Distillation(Finetuning):
 
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
-    """Replace the rows of `weight_VE` whose tokens have vectors in `path`, a run or a text file. Raise
-    ConfigError if `path` cannot be read, has vectors of another width, or has no vector for any token."""
+    """Copy the vectors in `path`, a run or a text file, to the rows of their tokens in `weight_VE`. Raise
+    ConfigError if `path` cannot be read, or if its vectors have another width or belong to no known token."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():

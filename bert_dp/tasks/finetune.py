@@ -101,7 +101,7 @@ class Finetuning:
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Write predictions for all splits except train, and compute scores for the splits with labels.
         Every example counts once. `loss` is the mean over the examples of dev (for MNLI, of both dev splits).
-        A split has no scores if a logit is not finite."""
+        A split gets no scores if any of its logits is not finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
             logits_NL = self._logits(model, examples, context)
@@ -211,8 +211,8 @@ class Finetuning:
         return LabelledBatch(sample_ids, ids_BS, real, labels, seed_B, types_BS)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
-        """Yield this replica's batches, sorted by length. Copies of the longest example fill up the last
-        batches, because some engines require the same number of batches on all replicas."""
+        """Sort the examples by length and yield this replica's batches. Copies of the longest example fill up
+        the last batches, because some engines require the same number of batches on all replicas."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))
@@ -223,7 +223,7 @@ class Finetuning:
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
         """Return the logits [N, L] in the order of the examples, on every rank; None if `context.stopped`
-        returned True. The logits of an example that several replicas compute are averaged. Collective."""
+        returned True. If several replicas compute an example, its logits are averaged. Collective."""
         own_NL = np.zeros((len(examples), self._config.finetune.num_outputs))
         seen_N1 = np.zeros((len(examples), 1))
         with torch.no_grad(), context.precision.context(context.device):

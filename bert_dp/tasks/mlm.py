@@ -107,7 +107,7 @@ class MaskedLanguageModel:
                 on_device = batch.to(context.device)
                 logits_PV = model(on_device.ids_BS, on_device.positions_P)
                 loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
-                # rows that fill up the last batch repeat sequence 0 with a loss of 0, so they add nothing
+                # the rows that pad the last batch repeat sequence 0, but their loss is 0, so they add nothing
                 index_B = torch.from_numpy(batch.sample_ids).to(context.device)
                 loss_N.index_add_(0, index_B, loss_P.view(-1, each).mean(1))
                 hits += hit_P.sum()
@@ -144,8 +144,8 @@ make_task = MaskedLanguageModel
 def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterator[data.MlmBatch]:
     """Yield the micro batches of optimizer step `step`, counted from 1, of a masked-LM run.
 
-    `run_or_config`: a Run, a run directory, or a configuration, given as a file, a name or a Config. The data
-    of a configuration are built on first use, as in training.
+    `run_or_config`: a Run, a run directory, or a configuration (a file, a name or a Config). The data of a
+    configuration are built on first use, as in training.
 
     The micro batches of all replicas are yielded in the order of the training stream. With `dp` replicas
     (ranks / parallel.tensor), batch number j, counted from 0, is micro batch j // dp of replica j % dp. A
@@ -183,13 +183,13 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
         message = f"the run's shards had hash {found[1].data_hash[:16]}, but the current shards have {now}"
         raise ConfigError([Issue("data", "conflict", message, now, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, opened.num_samples), step, run_dir)
-    micro = batch_layout(config, world_size=1).micro_size  # raises if it does not divide the global batch
+    micro = batch_layout(config, world_size=1).micro_size  # raises if micro_size does not divide global_size
     starts = range(first, first + size, micro)
     return (task.training_batch(np.arange(start, start + micro)) for start in starts)
 
 
 def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
-    """Return the number of samples before a step, and its global batch size. Raise ConfigError if unknown."""
+    """Return (samples before a step, its global batch size). Raise ConfigError if either is unknown."""
     batch, samples = config.batch, (step - 1) * config.batch.global_size
     if batch.ramp_fraction > 0:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():

@@ -48,8 +48,8 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     """Load the checkpoint that rank 0 chooses to resume from; return None to start a new run. `policy`:
     "auto" (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
-    ConfigError if all checkpoints are damaged, or if the data or a setting that must not change differs.
-    Collective."""
+    ConfigError if all checkpoints are damaged, or if the data, the user's code or a setting that must stay
+    fixed has changed since the save. Collective."""
     if policy == "never":
         return None
 
@@ -88,7 +88,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
     """Choose a precision that the devices of all ranks support. With `auto`, a resumed run keeps its previous
-    precision. Raises ConfigError if the model needs another precision. Collective."""
+    precision. Raises ConfigError if model.residual_dtype needs another one. Collective."""
     config = rank.config
     chosen = decide_precision(
         config.precision,
@@ -173,7 +173,7 @@ def build_trainer(
             folder,
             config.checkpoint,
             log_rank0=rank.log_rank0,
-            saved_step=state.step if is_saved else None,  # None: the checkpoint is not in `folder`
+            saved_step=state.step if is_saved else None,  # None: the run does not resume from `folder`
         ),
         records=Records(rank.run_dir, rank.log_rank0),
         trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),

@@ -36,7 +36,7 @@ from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
 
 VERSION = 1  # version of the manifest's format
-MAX_SAVE_SHARE = 0.01  # maximum share of time that saves may take if checkpoint.every_minutes is set
+MAX_SAVE_SHARE = 0.01  # maximum share of run time that saves may take if checkpoint.every_minutes is set
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
@@ -52,10 +52,10 @@ class TrainState:
     elapsed_s: float = 0.0
     """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Number of steps skipped up to the last log line or save. On the device, `Meter.skipped` is current."""
+    """Number of steps skipped up to the last log line or save. `Meter.skipped`, on the device, is current."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """Previous logged losses, with which the next one is compared."""
+    """Losses logged most recently, with which the next logged loss is compared."""
     lr: float = 0.0
     """Learning rate of the last step."""
     global_batch: int = 0
@@ -269,7 +269,7 @@ def kind(tensor: Tensor) -> str:
 
 def resolve(source: str) -> Path:
     """Return the checkpoint at path `source`, or the newest valid one if `source` is a run directory or its
-    checkpoints directory. Warn of newer, damaged ones on stderr. Raises ConfigError if none is valid."""
+    checkpoints directory. Warns on stderr of newer, damaged ones. Raises ConfigError if none is valid."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -328,7 +328,7 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Writer of checkpoints in a background thread, one at a time. Every rank has an instance, but only rank
+    """Writer of checkpoints, one at a time, in a background thread. Every rank has an instance, but only rank
     0 writes. A failed save is counted and leaves earlier checkpoints intact."""
 
     def __init__(
@@ -344,9 +344,9 @@ class AsyncCheckpointer:
         """Step of the newest checkpoint completely written to `folder`; None if there is none."""
         self.failed_saves = self.failed_writes = 0
         self.stall_s = 0.0
-        """Seconds for which training paused, to gather the state and to wait for an earlier write."""
+        """Total seconds for which training paused to gather states and to wait for earlier writes."""
         self.abort_reason: Failure | None = None
-        """First failure of a save, which ends the run. Set only if checkpoint.on_error is `stop`."""
+        """Failure of the first failed save; it ends the run. Set only if checkpoint.on_error is `stop`."""
         self.problem: Failure | None = None
         """Failure of the last save; None if it succeeded."""
         self._writing: Future[None] | None = None
@@ -360,7 +360,7 @@ class AsyncCheckpointer:
 
     def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
         """Gather the state and start writing it. First wait for an earlier write, so that host memory never
-        contains two states. If checkpoint.keep is 0, only set `saved_step`. Collective."""
+        holds two states. If checkpoint.keep is 0, only set `saved_step`. Collective."""
         if self._settings.keep == 0:
             self.saved_step = step
             return
@@ -370,13 +370,13 @@ class AsyncCheckpointer:
         if state is not None:
             writer = ThreadPoolExecutor(1, "checkpoint-writer")
             self._writing = writer.submit(self._write, step, state, metadata)
-            # end the thread after the write, because its OpenMP threads make GCC's OpenMP count more threads
-            # than cores; OpenMP then suspends waiting threads, which slows a step on CPUs by 4 %
+            # end the thread after the write: it has OpenMP threads of its own, and if GCC's OpenMP counts
+            # more threads than cores, it suspends waiting threads, which slows a step on CPUs by 4 %
             writer.shutdown(wait=False)
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for a pending write; return the newest saved step. Raises unexpected errors of the write."""
+        """Wait for a pending write; return the newest saved step. Raises the write's unexpected errors."""
         self.close()
         if self._writing is not None:
             self._writing.result()
@@ -401,7 +401,7 @@ class AsyncCheckpointer:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                prune(self._folder, min(keep, 2), self._trusted)  # to free space
+                prune(self._folder, min(keep, 2), self._trusted)  # frees space for another try
                 path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
         except (OSError, NotFiniteError) as error:
             self._failed(step, error)
@@ -410,7 +410,7 @@ class AsyncCheckpointer:
             self.saved_step, self.problem = step, None
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """Count a failed save; log a warning unless the previous save failed, too."""
+        """Count a failed save; log a warning unless the previous save failed as well."""
         self.failed_saves += 1
         if isinstance(error, OSError):
             self.failed_writes += 1

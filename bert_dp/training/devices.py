@@ -23,7 +23,7 @@ class HostAndDevice:
     node: str
     """Host name, a slash and the boot ID. Machines copied from one image can have the same host name."""
     gpu: str | None
-    """PCI address of the GPU, domain:bus:device.function as in sysfs; None for a CPU."""
+    """PCI address of the GPU (domain:bus:device.function, as in sysfs); None for a CPU."""
 
 
 def own_host_and_device(device: torch.device) -> HostAndDevice:
@@ -50,17 +50,17 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        message = f"{setting} needs a GPU for each of this machine's {ranks} ranks, but {gpus} are visible"
+        message = f"{setting} needs one GPU per rank; ranks on this machine: {ranks}, visible GPUs: {gpus}"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Select `device`. With `deterministic`, allow only deterministic kernels; the dry run then raises
-    RuntimeError for an operation that has none. Call this before any GPU work."""
+    """Select `device`. With `deterministic`, allow only deterministic kernels; an operation without one
+    then raises RuntimeError in the dry run. Call this before any GPU work."""
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # call torch only if the setting changes, because this call imports inductor, which is slow
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads this when it starts
+    # call torch only if the setting changes: use_deterministic_algorithms imports inductor, which is slow
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
@@ -80,7 +80,7 @@ class Placement:
     """Cores and threads assigned by `set_affinity`."""
 
     shares: tuple[Cores, ...]
-    """Cores of each rank on this node, or only of this rank if the user has bound it. () = not bound."""
+    """Cores of each rank on this node; () = rank not bound. If the user bound this rank, only its cores."""
     threads: int
     """Number of threads of this rank: one per core, but at most OMP_NUM_THREADS."""
 
@@ -91,8 +91,8 @@ class Placement:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank.
-    They are needed because a rank may not see the other ranks' GPUs. () = there is only this rank."""
+    """Bind this rank to its cores and set its number of threads. `places`: host and device of every rank (a
+    rank may be unable to see the other ranks' GPUs). On a GPU, () means that there is only this rank."""
     if device.type == "cuda":
         places = places or [own_host_and_device(device)]
         ranks = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
@@ -123,7 +123,7 @@ def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path 
 
 
 def omp_threads(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS; None if it is unset, not a positive number, or the 1 that torchrun sets."""
+    """Return OMP_NUM_THREADS; None if it is unset, not a positive number, or 1 as set by torchrun."""
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # one number per nesting level
     if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
         return None
@@ -131,10 +131,10 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
-    """Return the cores of each rank; () = do not bind it. `nodes`: allowed cores by NUMA node. `wanted`: NUMA
-    node of each rank; None = any. The ranks of a node get equal shares of its cores, so that none is slower.
-    If a node has fewer cores than ranks, each of its ranks gets all cores of the node. Ranks without a node
-    get equal shares of all cores, or () if there are fewer cores than such ranks."""
+    """Return each rank's cores; () = rank not bound. `nodes`: allowed cores by NUMA node. `wanted`: each
+    rank's NUMA node; None = any. The ranks of a node get equal shares of its cores, so that none is slower
+    than the others. If a node has fewer cores than ranks, each of its ranks gets all cores of the node. Ranks
+    without a node get equal shares of all cores, or () if there are fewer cores than such ranks."""
     shares: list[Cores] = [()] * len(wanted)
     for node in dict.fromkeys(wanted):
         ranks = [rank for rank, other in enumerate(wanted) if other == node]
@@ -147,8 +147,8 @@ def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]
 
 
 def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
-    """Group the allowed cores by NUMA node, as listed in sysfs. Threads of one physical core are adjacent.
-    Without sysfs, all cores are assigned to node 0, and each counts as a physical core."""
+    """Group the allowed cores by NUMA node, as listed in sysfs. Threads of one physical core are adjacent
+    in the result. Without sysfs, all cores are assigned to node 0, and each counts as a physical core."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for core in parse_cores(_read(folder / "cpulist")):
@@ -161,7 +161,7 @@ def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
 
 
 def pci_node(address: str, root: Path) -> int | None:
-    """Return the NUMA node of the PCI device at `address`, domain:bus:device.function; None if unknown."""
+    """Return the NUMA node of the PCI device at `address` (domain:bus:device.function); None if unknown."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1 = unknown
 
@@ -176,7 +176,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """Format cores in the kernel's list format, the inverse of `parse_cores`."""
+    """Format cores in the kernel's list format; inverse of `parse_cores`."""
     groups = itertools.groupby(enumerate(sorted(cores)), key=lambda pair: pair[1] - pair[0])
     runs = [[core for _, core in group] for _, group in groups]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
@@ -197,8 +197,8 @@ def _read(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors. Otherwise the kernel would supply the memory of large
-    tensors again for every micro batch, page by page. Does nothing without mallopt."""
+    """Let glibc keep the memory of freed tensors. Otherwise the kernel would map the memory of large
+    tensors anew, page by page, for every micro batch. Does nothing if the C library has no mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no separate mapping per tensor
@@ -285,8 +285,8 @@ def choose_precision(setting: str, device: torch.device) -> Precision:
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:
-    """Choose the precision for inference. `auto` means bf16 on a GPU with bf16 hardware, else fp32. fp32 uses
-    no autocast, so the weights keep their own precision."""
+    """Choose the precision for inference. `auto` means bf16 on a GPU with bf16 hardware, else fp32. With
+    fp32 there is no autocast: the model computes in the data type of its weights."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return precision_of(setting)

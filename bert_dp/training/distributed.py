@@ -63,8 +63,8 @@ class HostCollectives:
         return gather_json(mine, self._group, torch.device("cpu"))[0]
 
     def from_rank_0(self, setting: str, choose: Callable[[], Any]) -> Any:
-        """Call `choose` on rank 0 and return its JSON value on every rank. If it raises ConfigError, raise
-        the same error on every rank, as an error of `setting`. Collective."""
+        """Call `choose` on rank 0 and return its result (a JSON value) on every rank. If `choose` raises
+        ConfigError, raise the same error on every rank, as an error of `setting`. Collective."""
         value, issues = None, list[dict[str, Any]]()
         if self.world.rank == 0:
             try:
@@ -77,7 +77,7 @@ class HostCollectives:
         return value
 
     def broadcast_failure(self, failure: Failure | None) -> Failure | None:
-        """Return rank 0's `failure`, which can be None, on every rank. Collective."""
+        """Return rank 0's `failure` (or None) on every rank. Collective."""
         data = self.broadcast(None if failure is None else failure.model_dump(mode="json"))
         return None if data is None else Failure.model_validate(data)
 
@@ -101,7 +101,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[HostAndDevice, ...]]:
     """Return the store that all ranks share, and each rank's host and device. Does not create a process group
-    yet, because NCCL fails or hangs if two ranks share a GPU. Collective."""
+    yet: NCCL fails or hangs if two ranks share a GPU, so call `check_places` first. Collective."""
     mine = own_host_and_device(device)
     if world.size == 1:
         return dist.HashStore(), (mine,)
@@ -153,10 +153,10 @@ def connect(
 
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
-    """List the last `count` collectives that this rank has started, oldest first; [] if torch has no flight
-    recorder. Key `sizes`: the shapes of the inputs."""
+    """List the collectives among the last `count` operations in each of torch's flight recorders, oldest
+    first per recorder; [] if torch has none. Key `sizes`: the shapes of the inputs."""
     collectives: list[dict[str, Any]] = []
-    # private functions of torch, for the flight recorders of other backends and of NCCL
+    # private functions of torch: the first dumps the flight recorder of gloo, the second that of NCCL
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump else []
@@ -210,7 +210,7 @@ class SharedClock:
         self._now = now
         self._origin = now() - elapsed_s
         self.spending = spending
-        self._shared = 0.0 if spending else elapsed_s  # result of the last exchange
+        self._shared = 0.0 if spending else elapsed_s  # last result of `exchange`
         self.shared_elapsed_s = elapsed_s
         """Elapsed seconds that rank 0 sent in the last exchange, identical on every rank."""
         self._step_began_s = elapsed_s
@@ -218,27 +218,27 @@ class SharedClock:
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """Return the elapsed seconds on this rank's clock. Clocks differ, so use them only in records."""
+        """Return this rank's elapsed seconds. They differ between ranks, so use them only in records."""
         return self._now() - self._origin
 
     def spent(self, elapsed_s: float) -> float:
-        """Return the share of the budget that is spent at `elapsed_s`. Without `spending`, or on a rank
+        """Return the share of the budget spent after `elapsed_s` seconds. Without `spending`, or on a rank
         other than 0, return `elapsed_s` itself."""
         if self.spending is None or self._comm.world.rank != 0:
             return elapsed_s
         return max(self._shared, self.spending.share(self._origin + elapsed_s))
 
     def spent_s(self) -> float:
-        """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least those
-        that the last exchange returned. That result is a prediction and can be ahead of the clock, but
+        """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least the
+        seconds that `exchange` last returned: these are a prediction and can be ahead of the clock, but
         progress must not decrease when the run is resumed."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
         """Return the amount spent (seconds or share) at the start of this step, and any rank's stop request.
-        The amount never decreases. The first call returns the initial elapsed_s or rank 0's share. The first
-        two calls wait for the other ranks: before the first step has ended, rank 0 cannot predict when the
-        next one starts. Collective."""
+        The amount never decreases. The first call returns the initial `elapsed_s` or, with `spending`, rank
+        0's share. The first two calls wait for the other ranks: before the first step has ended, rank 0
+        cannot predict when the next step starts. Collective."""
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
             self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)
@@ -249,14 +249,14 @@ class SharedClock:
         return self._shared, wanted
 
     def end_step(self) -> float:
-        """Record and return this step's duration since `exchange`. Call this before evaluation and saving."""
+        """Record and return the step's duration (since `exchange`). Call this before evaluating or saving."""
         self._step_s = self.elapsed_s() - self._step_began_s
         return self._step_s
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
-        """Return whether a budget in dollars or kWh allows an evaluation or a save without using its reserve.
-        Return True for other budgets. `pause`: field of `spending` that has the expected duration
-        in seconds. Collective."""
+        """Return whether an evaluation or a save would leave the reserve of a budget in dollars or kWh
+        untouched. Return True for other budgets. `pause`: field of `spending` that holds the expected
+        duration in seconds. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
@@ -267,14 +267,14 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Replace the amount sent before a pause, because it does not include the pause. Does nothing without
-        `spending`. Collective."""
+        """Send the amount spent again after a pause (evaluation or save): the pending exchange was started
+        before the pause and does not include it. Does nothing without `spending`. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)
 
     def poll_stop(self, stop: Stop) -> Stop:
-        """Exchange only the stop request, between steps, without reading the clock. Collective."""
+        """Between steps, exchange only the stop request, without reading the clock. Collective."""
         if self._pending is None:
             self._send(self.shared_elapsed_s, stop)
             return self._receive()[2]

@@ -25,15 +25,15 @@ class Follower:
         self._arguments = [str(run_dir), str(world.size), str(world.local_size)]
         self._run_dir = run_dir
         self._socket, self._child_socket = socket.socketpair()
-        self._cores = os.sched_getaffinity(0)  # read before this rank is bound to a subset
+        self._cores = os.sched_getaffinity(0)  # read before this rank is bound to a subset of them
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def start(self, config: Config) -> None:
-        """Write config.yaml, remove the error files and summary of an earlier start, start the process and
-        wait until it is ready. The process inherits the current stdout. Raises OSError."""
+        """Write config.yaml and remove the error files and summary that an earlier start left. Then start
+        the process and wait until it is ready. The process inherits the current stdout. Raises OSError."""
         logs = self._run_dir / "logs"
         logs.mkdir(exist_ok=True)
         for stale in (*logs.glob("rank-*.error.json"), self._run_dir / "summary.json"):

@@ -91,10 +91,10 @@ def train_step(
     """Run one training step: forward, backward, reduction, clipping and the optimizer's update.
 
     `batches` yields `grad_accum_steps` micro batches; each is fetched after the previous one's backward pass.
-    `num_targets`: number of targets of the step in all replicas. Return two device scalars, without a host
-    sync: this replica's share of the mean loss over the targets (the shares sum to the mean), and the norm of
-    the reduced gradient. The timer compute_before_reduction includes every pass except the last backward
-    pass, because that pass reduces gradients.
+    `num_targets`: number of targets in this step, over all replicas. Without a host sync, return two device
+    scalars: this replica's share of the mean loss over the targets (the shares sum to the mean), and the norm
+    of the reduced gradient. The timer compute_before_reduction covers every forward and backward pass except
+    the last backward pass, because that pass reduces gradients.
     """
     engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
@@ -119,8 +119,8 @@ def train_step(
 
 def dry_run(trainer: Trainer, start: State) -> None:
     """Run one training step and one evaluation batch, then load the state `start`. This compiles the model
-    and reveals a lack of memory early. It also lets DDP build its final buckets: with three or more ranks,
-    DDP's first iteration reduces in another order. Takes no samples from the stream. Collective."""
+    and shows early whether memory suffices. It also lets DDP build its final buckets: with three or more
+    ranks, the first iteration sums in another order than later ones. Takes no stream samples. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
     train_step(
@@ -131,7 +131,7 @@ def dry_run(trainer: Trainer, start: State) -> None:
         timers=Timers(trainer.device),
     )
     batches = itertools.count()
-    evaluate(trainer, lambda: next(batches) > 0)  # one batch
+    evaluate(trainer, lambda: next(batches) > 0)  # stop after one batch
     trainer.comm.barrier()
     engine.scatter_state(start)
     if engine.norm_pairs is not None:
@@ -247,13 +247,13 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 
 
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
-    """Write a line of metrics.jsonl and check it for loss spikes and skipped steps. Collective."""
+    """Write a line to metrics.jsonl and check for loss spikes and skipped steps. Collective."""
     trainer.heartbeat.enter("log", state.step)
-    gc.collect()  # on all ranks at once, while the devices work; fast, because older objects are frozen
+    gc.collect()  # on all ranks at once, while devices work; fast, because gc_paused froze older objects
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
     spent = clock.spent(elapsed_s)
-    progress = progress_at(trainer.config, state.step, state.samples, spent)  # including this step
+    progress = progress_at(trainer.config, state.step, state.samples, spent)  # at the end of this step
     line = trainer.meter.flush(state, epoch=epoch, progress=progress, elapsed_s=elapsed_s)
     norm_pairs = trainer.engine.norm_pairs
     norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
@@ -285,7 +285,7 @@ def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
 
 
 def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
-    """Evaluate and write a line of evals.jsonl. Collective."""
+    """Evaluate and write a line to evals.jsonl. Collective."""
     trainer.heartbeat.enter("evaluate", state.step)
     start = clock.elapsed_s()
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)

@@ -83,8 +83,8 @@ def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
     """Return the ratio of the slowest rank's compute time to the median of the others', and a description of
-    the straggler: its rank, this ratio, and the seconds per step for which the others wait. The ratio is None
-    if it is undefined. The description is None if the ratio or the number of steps is too small.
+    the straggler: its rank, this ratio, and the seconds per step for which the others wait. Both are None if
+    the ratio is undefined. The description is also None if the ratio or the number of steps is too small.
     `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
@@ -101,7 +101,7 @@ def straggler(
 
 def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
     """Return, for each step, the seconds for which the device waited for data. The host may wait while the
-    GPU still computes, so a wait is limited to the step's time outside PHASES. `phases`: see Timers.drain."""
+    GPU still computes, so a wait is capped at the step's time outside PHASES. `phases`: see Timers.drain."""
     busy = zip(*(phases[name] for name in PHASES), strict=True)
     return [
         min(wait, max(0.0, step - sum(parts)))
@@ -110,9 +110,9 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Measurements for the next log line and, in `totals` (seconds), for the summary. They exclude the dry
-    run. `tokens_per_sample`: mean, without padding. `skipped`: number of steps skipped before the run
-    was resumed."""
+    """Measurements for the next log line and, in `totals` (seconds), for the summary. The dry run (see
+    `loop.dry_run`) is not measured. `tokens_per_sample`: mean number of tokens, without padding. `skipped`:
+    number of steps skipped before the run was resumed."""
 
     def __init__(
         self,
@@ -131,14 +131,14 @@ class Meter:
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
         self.compute_before_reduction_s = [0.0] * layout.world_size
-        """Each rank's compute time before a step's reductions, in seconds, summed over all measured steps."""
+        """Each rank's compute time (seconds) before a step's reductions, summed over all measured steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
         self._row = torch.zeros_like(self.skipped)
         self.steps: dict[str, Any] = {}
-        """Line of steps/rank-N.jsonl for the steps of the last flush."""
+        """Line for steps/rank-N.jsonl about the steps that the last `flush` covered."""
         self.measured: dict[str, float | None] = {}
-        """Metrics of the last log line that summary.json and report.html also show."""
+        """Those metrics of the last log line that are also shown in summary.json and report.html."""
         self.skipped_in_a_row = 0
         """Number of consecutive skipped steps up to and including the step of the last log line."""
         self.start(0.0)
@@ -153,7 +153,7 @@ class Meter:
 
     def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
         """Record one step without a device sync. `loss` (this replica's share of the mean loss) and `norm`
-        (that of the reduced gradient) are device scalars; `wait_s`: see `start`."""
+        (of the reduced gradient) are device scalars; `wait_s`: see `start`."""
         self._loss, self._norm = loss, norm
         bad = ~norm.isfinite()
         self.skipped += bad
@@ -166,7 +166,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the block, such as an evaluation or a save, from step times."""
+        """Exclude the time spent in this block, such as an evaluation or a save, from step times."""
         synchronize(self._device)
         start = time.perf_counter()
         yield
@@ -197,7 +197,7 @@ class Meter:
             "tokens": self.tokens(state.samples),
             "epoch": epoch,
             "progress": progress,
-            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # from one rank per replica
+            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # counts one rank per replica
             "lr": state.lr,
             "global_batch": state.global_batch,
             "micro_batch": self._layout.micro_size,
@@ -216,9 +216,9 @@ class Meter:
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """Gather each rank's values: share of the last step's loss, peak memory in GiB and, since the last
-        line, the seconds of waiting for data, of each phase in TIMED and in total (`seconds`). Return them
-        as [N, 7]. Also set `self.steps`."""
+        """Gather seven values per rank [N, 7]: its share of the last step's loss, its peak memory in GiB and,
+        in seconds since the last line, its waits for data, each phase in TIMED and the total (`seconds`).
+        Also set `self.steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
@@ -236,7 +236,7 @@ class Meter:
         return round(samples * self._tokens_per_sample)
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
-        """Return the throughput of all replicas. `micro`: number of micro batches of all replicas."""
+        """Return the throughput of all replicas. `micro`: number of micro batches, over all replicas."""
         tokens_per_s = samples * self._tokens_per_sample / seconds
         per_gpu, peak = tokens_per_s / self._layout.world_size, self._peak_flops
         return {
@@ -265,7 +265,7 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Return the seconds of reduction that did not overlap backward in DDP's last timed step, or None."""
+    """Return the seconds of reduction not overlapped by backward in DDP's last timed step; None = unknown."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
@@ -282,14 +282,14 @@ def _ddp_logging_data(model: Any) -> dict[str, Any]:
     return dict(model._get_ddp_logging_data()) if hasattr(model, "_get_ddp_logging_data") else {}
 
 
-WINDOW = 128  # number of earlier logged losses; WINDOW and SIGMAS are from OLMo-core's SkipStepOptimizer
+WINDOW = 128  # number of logged losses kept; WINDOW and SIGMAS are from OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
 MIN_LOSSES = 16  # logged losses needed for a meaningful standard deviation
-FP16_SKIPS = 16  # additional skips allowed in fp16, as each one halves the loss scale, from 2^16 down to 1
+FP16_SKIPS = 16  # additional skips allowed in fp16: each one halves the loss scale, from 2^16 down to 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Return whether a logged loss is over SIGMAS standard deviations above the mean of the previous ones."""
+    """Return whether a logged loss is more than SIGMAS standard deviations above the mean of `recent`."""
     if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # not finite: the step was skipped
         return False
     return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)
@@ -304,8 +304,8 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
     """Return the reason to stop if too many consecutive steps were skipped because the gradient was not
-    finite, else None. `step`: the last of them; `lr`: its learning rate. Called once per log line, because
-    reading `in_a_row` from the device needs a sync."""
+    finite, else None. `step`: the last skipped step; `lr`: its learning rate. Called once per log line,
+    because reading `in_a_row` from the device needs a sync."""
     most = config.run.max_skipped_in_a_row
     if in_a_row < most + (FP16_SKIPS if precision == "fp16" else 0):
         return None
@@ -318,7 +318,7 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
     """Return the reason to fail if all steps were skipped or the budget allowed no step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
-        return f"before the first step, set-up and the reserve for the end use up schedule.{unit}; raise it"
+        return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
     if not step or skipped < step:
         return None
     return (

@@ -1,5 +1,5 @@
 """Estimate the gradient noise scale B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162,
-appendix A.1). Beyond this batch size, additional samples per step bring diminishing returns.
+appendix A.1). In batches larger than B_simple, additional samples bring diminishing returns.
 
 NormPairs collects gradient norms at two batch sizes per step; `estimate` computes B_simple from the norms.
 """
@@ -31,8 +31,8 @@ CommHook = Callable[[Any, Any], Any]
 
 
 class NormPairs:
-    """Collector of two norms per step, before clipping: the norm of a small batch's mean gradient and that of
-    the global batch's. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
+    """Collector of two norms per step, before clipping: those of the mean gradients of a small batch and of
+    the global batch. They stay on the device until `drain`. Does nothing unless log.noise_scale is set.
 
     The small batch is one replica's share of the global batch or, with one replica, the first micro batch.
 
@@ -94,13 +94,13 @@ class NormPairs:
         self._begin()
 
     def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
-        """Return lines of noise.jsonl for the steps since the last drain up to `step`, one for each size of
-        the global batch. Omit skipped steps, and steps whose small batch is the whole batch. Collective."""
+        """Return lines for noise.jsonl, one per size of the global batch, on the steps since the last drain
+        up to `step`. Omit skipped steps and those whose small batch is the global batch. Collective."""
         ended, self._ended = self._ended, []
         if not ended:
             return []
         own, reduced, micros = zip(*ended, strict=True)
-        own_sq, big_sq = torch.stack([*own, *reduced]).view(2, -1).double().square().tolist()  # syncs
+        own_sq, big_sq = torch.stack([*own, *reduced]).view(2, -1).double().square().tolist()  # device sync
         small_sq = comm.all_gather(own_sq).mean(0).tolist()
         rows = zip(itertools.count(step - len(ended) + 1), micros, small_sq, big_sq, strict=False)
         lines = []

@@ -1,4 +1,4 @@
-"""Set up a rank's world, signals and log before importing torch. Write its heartbeat and records. Torch-free.
+"""Set up a rank's world, signals and log before torch is imported; write heartbeat and records. Torch-free.
 
 The heartbeat is a memory-mapped file, which the launcher may read. The rank writes it without a system call
 and never waits for a reader.
@@ -25,7 +25,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import FailureKind
 
-GC_THRESHOLD = 100_000  # new objects; each block that backward recomputes leaves 7 (about 0.5 KB)
+GC_THRESHOLD = 100_000  # new objects per collection; a block recomputed in backward leaves 7 (about 0.5 KB)
 
 
 class RunFailed(RuntimeError):
@@ -54,8 +54,8 @@ class Signals:
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Delay automatic garbage collection in the block until there are GC_THRESHOLD new objects. Otherwise
-    each rank would pause at a different step, and the other ranks would wait for it. Explicit gc.collect()
-    works, but ignores the objects that exist on entry."""
+    each rank would pause at a different step, and the other ranks would wait for it. An explicit
+    gc.collect() still works, but ignores the objects that exist on entry."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -68,7 +68,7 @@ def gc_paused() -> Iterator[None]:
 
 
 class TolerantFile(io.FileIO):
-    """Raw output file that counts failed writes and discards them."""
+    """Raw output file that counts failed writes and discards their data, instead of raising OSError."""
 
     failed_writes = 0
     """Number of failed writes to this process's log, for summary.json."""
@@ -107,7 +107,7 @@ class Records:
         self.failed_writes = 0
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Append `line`, which has a `step`, to file `name`. Log a warning for the file's first failure."""
+        """Append `line` (with key `step`) to file `name`. Log a warning at the file's first failed write."""
         try:
             files.append_line(self._run_dir / name, line)
         except OSError as error:
@@ -118,8 +118,8 @@ class Records:
 
 
 def redirect_output(rank: int) -> None:
-    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log if the variable is set. A separator line
-    follows an earlier process's log. Count failed writes. On SIGUSR2, append stacks to rank-N.stack."""
+    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log if the variable is set; if the log
+    is not empty, add a separator line. Count failed writes. On SIGUSR2, append stacks to rank-N.stack."""
     sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
@@ -138,10 +138,10 @@ def redirect_output(rank: int) -> None:
 
 def show_stacks_on_signal(rank: int) -> None:
     """On SIGUSR2, append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack (stderr if the variable
-    is unset), even if C code is running with the interpreter lock."""
+    is unset), even while C code holds the interpreter lock."""
     file: IO[str] = sys.stderr
     if folder := os.environ.get(files.LOG_DIR):
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             file = open(Path(folder) / f"rank-{rank}.stack", "a")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
@@ -206,8 +206,8 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` once whenever there has been no progress for
-        `after_s` seconds."""
+        """Let the heartbeat's thread call `report(progress)` when there has been no progress for
+        `after_s` seconds, and not again before there is progress."""
         self._silence = after_s, report
 
     def close(self) -> None:
@@ -229,9 +229,9 @@ class HeartbeatWriter:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; map anonymous memory if no file can be written. The zeros are written,
-    because a later store to a sparse file would kill the rank with SIGBUS if the disk were full. An earlier
-    run's file is replaced, not truncated, because its owner may still write to it."""
+    """Create and map a file of zeros; if this fails, map anonymous memory. The file is not sparse,
+    because storing to a sparse file would kill the rank with SIGBUS if the disk were full. An earlier run's
+    file is replaced, not truncated, because the earlier process may still write to it."""
     try:
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(-1, files.BEAT_BYTES)
 
 
-# variables with the rank, local rank, world size and local world size, by the program that sets them
+# for each program that starts ranks: variables with rank, local rank, world size and local world size
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate, deepspeed
     # Slurm: a batch script also has SLURM_PROCID and SLURM_NTASKS, but only srun sets SLURM_STEP_*
@@ -291,8 +291,8 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
-    """Return the number of ranks on this node. Slurm lists all nodes: 4(x2),1 means 4 ranks on each of two
-    nodes and 1 on the third. Raises ValueError for another format."""
+    """Return the number of ranks on this node. Slurm's variable lists all nodes: 4(x2),1 means 4 ranks on
+    each of two nodes and 1 on the third. Raises ValueError for another format."""
     if name == "LOCAL_WORLD_SIZE":
         default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for this variable
     nodes: list[int] = []
@@ -304,7 +304,7 @@ def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
 
 
 def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if several ranks have neither bert-dp's rendezvous file nor a rendezvous address."""
+    """Raise ConfigError if there are several ranks, but neither bert-dp's rendezvous file nor an address."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world.size > 1 and files.INIT_FILE not in environ and missing:
         message = f"not set, but {world.size} ranks need an address for their rendezvous"

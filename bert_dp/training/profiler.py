@@ -1,4 +1,4 @@
-"""Record torch.profiler traces of steps in RUN/profile/rank-N.json.gz, which Perfetto can open."""
+"""Trace steps with torch.profiler; write RUN/profile/rank-N.json.gz files, which Perfetto can open."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ class StepTrace:
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
         """Start or stop recording if the plan requires it. `step`: last completed step. `at_end`: stop in any
-        case. The time that this takes does not count in step times. Collective."""
+        case. Step times exclude the time that this takes. Collective."""
         plan = self._plan
         if plan is None:
             return

@@ -30,8 +30,8 @@ from bert_dp.training.process import Signals, World
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
-SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
-EXIT_WAIT_S = 60.0  # maximum wait for the exit of a killed process, which a file server or a GPU may delay
+SWITCH_S = 5e-4  # thread switch interval; Python's 5 ms delays prefetching threads when steps are short
+EXIT_WAIT_S = 60.0  # maximum wait for a killed process to exit; a file server or a GPU may delay its exit
 
 
 def run_process() -> None:
@@ -61,7 +61,7 @@ def main(
     process.redirect_output(world.rank)
     process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
-    with contextlib.ExitStack() as at_end:  # closed after an error has been recorded
+    with contextlib.ExitStack() as at_end:  # runs its callbacks only after an error has been recorded
         try:
             run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
@@ -77,7 +77,7 @@ def record_error(rank: int, error: BaseException) -> None:
     folder = os.environ.get(files.LOG_DIR)
     if folder:
         path = Path(folder) / f"rank-{rank}.error.json"
-        with contextlib.suppress(OSError):  # a full disk; the log then contains the error
+        with contextlib.suppress(OSError):  # if the disk is full, the error goes only to the log
             files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
@@ -114,9 +114,9 @@ def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failu
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="Run one rank.")
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
-    parser.add_argument("--run-dir", type=Path, help="run directory; default: the one that contains config")
+    parser.add_argument("--run-dir", type=Path, help="run directory; default: the YAML file's directory")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="execute the files in task and optim.name")
+    parser.add_argument("--allow-code", action="store_true", help="run files named by task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 means 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
@@ -168,7 +168,7 @@ def run(
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
-    data = task.open_data()  # before the rendezvous, as building shards may exceed a collective's timeout
+    data = task.open_data()  # before the rendezvous: building shards may outlast a collective's timeout
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
     store, places = distributed.rendezvous(world, device)
@@ -202,17 +202,17 @@ def run(
     dry_run(trainer, tensors)
     devices.restart_peak_memory(device)
     build.cut_records_back(trainer, state, resumed)
-    del resumed, tensors  # otherwise every rank would keep a whole state in host memory
+    del resumed, tensors  # otherwise every rank would keep an unsharded state in host memory
     dry_run_s = time.monotonic() - started - setup_s
     trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, trial step {dry_run_s:.1f} s")
     before_s = time.monotonic()
-    failure = save(trainer, state, state.elapsed_s, wait=True)  # find problems before training starts
+    failure = save(trainer, state, state.elapsed_s, wait=True)  # detect a failing save before training starts
     if failure is None:
         unit = config.schedule.unit
         spending: Spending | None = None
         if unit in METERED:
-            # time needed at the end: a save, then the exit, which stops the processes that set-up started
-            # and therefore takes longer after a long set-up
+            # time reserved for the last save and the exit. The exit stops the processes that set-up
+            # started, so it takes longer after a long set-up.
             end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
             spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
@@ -222,8 +222,8 @@ def run(
         failure = result.failure
     heartbeat.enter("done")
     trainer.stream.close()
-    with contextlib.suppress(RuntimeError):  # all files are written, so another rank may already have exited
-        comm.barrier()  # let no rank exit while another one is saving
+    with contextlib.suppress(RuntimeError):  # all files are written; a peer that has exited does no harm
+        comm.barrier()  # let no rank exit while another rank is saving
     distributed.disconnect()
     heartbeat.close()
     if failure is not None and world.rank == 0:
@@ -231,9 +231,9 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. A
-    launcher holds RUN_LOCK for its ranks, so lock only .lock. It may still belong to a rank 0 that the
-    launcher has killed and that has not exited yet; wait up to EXIT_WAIT_S for it."""
+    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. Under a
+    launcher, which holds RUN_LOCK itself, lock only .lock, and wait up to EXIT_WAIT_S for it. The wait is
+    needed because a rank 0 that the launcher has killed holds .lock until it has exited."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):

@@ -21,8 +21,8 @@ def write_summary(
     dry_run_s: float,
     before_j: float | None,
 ) -> None:
-    """Write summary.json on rank 0, with the maximum peak memory and the total energy of all ranks.
-    `before_j`: this rank's energy counter in joules before the first step. Collective."""
+    """Write summary.json on rank 0, with the highest peak memory of any rank and the ranks' total energy.
+    `before_j`: reading of this rank's energy counter before the first step, in joules. Collective."""
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
     writers = (TolerantFile, trainer.records, trainer.checkpointer, trainer.trace)

@@ -1,1 +1,1 @@
-"""Define the verbs as functions whose parameters are the command line's options. `app` registers them."""
+"""Define the verbs as functions. Their parameters become command-line options. `app` registers them."""

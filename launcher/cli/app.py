@@ -79,11 +79,11 @@ _plans.callback()(planning.plan)
 _plans.command("fit")(planning.plan_fit)
 _plans.command("scaling")(planning.plan_scaling)
 app.add_typer(_plans, name="plan")
-_group("tune", "Find the best micro batch or learning rate.", batch=tuning.tune_batch, lr=tuning.tune_lr)
+_group("tune", "Find the best micro-batch size or learning rate.", batch=tuning.tune_batch, lr=tuning.tune_lr)
 
 
 def _exit_on_signal(number: int, frame: object) -> None:
-    """Exit with 128 + `number`; ignore later signals, so that unfinished output is always removed."""
+    """Exit with 128 + `number`; ignore later signals, which could interrupt the removal of partial output."""
     for later in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(later, lambda *_: None)
     sys.exit(128 + number)

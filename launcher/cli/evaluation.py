@@ -18,7 +18,7 @@ def eval_glue(
     tasks: Annotated[
         Sequence[str], opt.parsed(opt.words, "NAME,...", "GLUE tasks; default: all tasks in --data.")
     ] = (),
-    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the score is their median.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; their median score is reported.")] = 5,
     init: opt.Init = "checkpoint",
     nproc: Annotated[int, Option(min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
@@ -29,8 +29,8 @@ def eval_glue(
 ) -> int:
     """Finetune a run on GLUE tasks with several seeds.
 
-    Each score is the median over the seeds on the dev set. The score of a constant prediction is shown next
-    to it. Writes glue.json and an HTML page.
+    Each score is the median dev-set score over the seeds. The score of a constant prediction is shown next
+    to it. The results are written to glue.json and an HTML page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
@@ -56,8 +56,8 @@ def eval_mlm(
 ) -> int:
     """Measure the held-out loss of one or more runs on any text.
 
-    Shows the loss per token, and the loss of hidden whole words in bits per byte. The bits per byte can be
-    compared across vocabularies. The intervals reflect the variation between documents.
+    The report gives the loss per token, and the loss of hidden whole words in bits per byte. Only the latter
+    is comparable across vocabularies. The confidence intervals reflect the variation between documents.
     """
     from launcher.evaluate import text_loss
 
@@ -133,7 +133,7 @@ def export_check(
         Path, Argument(metavar="DIR", show_default=False, help="Directory written by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, Option(metavar="RUN", help="Source run; default: found in ., runs/ or next to DIR.")
+        Path | None, Option(metavar="RUN", help="Source run; default: search ./, runs/ and DIR's parent.")
     ] = None,
     json: opt.Json = False,
 ) -> int:

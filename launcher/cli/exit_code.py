@@ -25,8 +25,8 @@ BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.E
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a typer command line and return its exit code. Prints each problem as one line on stderr, and an
-    unexpected exception with its traceback."""
+    """Run a typer command line and return its exit code. Print each problem as one line on stderr; print
+    an unexpected exception with its traceback."""
     code = 0
     try:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:

@@ -22,7 +22,7 @@ TEXTS = "Files, directories or globs (text, JSONL, Parquet; .gz, .xz, .zst), hub
 
 
 def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
-    """Make an option. `parse` converts its text or raises BadParameter. `names` replace the default name."""
+    """Make an option. `parse` converts the text or raises BadParameter. `names` replace the default name."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text  # a default is already converted
@@ -31,7 +31,7 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse a list such as `1,2,4` or a range; the range `1..6` means 1, 2, 4, 6."""
+    """Parse a list such as `1,2,4` or a range, which doubles up to its end: `1..6` means 1, 2, 4, 6."""
     problem = f"{text!r} is not a list (1,2,4) or range (1..1024) of numbers up to {MAX_GPUS:,}"
     if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
         raise BadParameter(problem)
@@ -81,7 +81,7 @@ def seconds(text: str) -> float:
     except ValueError as error:
         raise BadParameter(str(error)) from None
     if not 0 < value <= MAX_SECONDS:
-        raise BadParameter(f"{text!r} must be above 0 and at most {MAX_SECONDS:g} s (for example 5m)")
+        raise BadParameter(f"{text!r} must be a duration above 0 and at most {MAX_SECONDS:g} s, e.g. 5m")
     return value
 
 
@@ -108,7 +108,7 @@ def launcher(text: str) -> str:
     return text
 
 
-# --- options, in order of appearance
+# --- arguments and options of the verbs
 
 CONFIG_HELP = "Configuration (YAML file or name from `bert-dp configs`; default: quickstart) and settings."
 Words = Annotated[
@@ -169,7 +169,7 @@ Precision = Annotated[
 Out = Annotated[
     Path | None, Option(help="Directory to create or resume; default: a new one in scaling/, tune/ or eval/.")
 ]
-ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="New or empty directory to write.")]
+ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="Output directory; must be new or empty.")]
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Check everything and print the plan, but start nothing.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
@@ -181,12 +181,12 @@ def measuring(out: Path | None, dry_run: bool, json: bool) -> VerbOptions:
 
 
 def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Split a verb's arguments into the configuration and the settings, and append the settings of --set.
-    Raises ConfigError if there are two configurations."""
+    """Split a verb's arguments into the configuration and the settings, and append the settings from --set.
+    Raises ConfigError if there is more than one configuration."""
     names = [word for word in words or [] if "=" not in word]
     if len(names) > 1:
-        message = f"{' and '.join(names)} are two configurations"
-        raise ConfigError([Issue("CONFIG", "conflict", message, hint="pass one, and settings as a.b=value")])
+        message = f"{' and '.join(names)} are more than one configuration"
+        raise ConfigError([Issue("CONFIG", "conflict", message, hint="pass one; give settings as a.b=value")])
     settings = [word for word in words or [] if "=" in word]
     return names[0] if names else None, [*settings, *(overrides or [])]
 
@@ -195,5 +195,5 @@ def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | N
     """Return the settings of a verb that takes RUN. Raises ConfigError if a configuration is given too."""
     name, settings = split_words(words, overrides)
     if name is not None:
-        raise ConfigError([Issue(name, "wrong_type", "expected a setting a.b=value after RUN")])
+        raise ConfigError([Issue(name, "wrong_type", "expected a setting of the form a.b=value after RUN")])
     return settings

@@ -24,31 +24,31 @@ def plan(
     ] = None,
     gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Number of devices on one node.")] = 1,
     config: Annotated[
-        str, Option(help="Configuration with the tokenizer, data, batch, optimizer and kind of model.")
+        str, Option(help="Configuration that sets the tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
     frontier: Annotated[Path | None, Option(help="frontier.json from `bert-dp plan fit`.")] = None,
     from_: Annotated[
         Path | None,
-        Option("--from", help="Run directory or scaling.json with the measured speed of --config."),
+        Option("--from", help="Run directory or scaling.json that holds the measured speed of --config."),
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None, Option(min=0.1, max=1e6, help="Training tokens per parameter, instead of --frontier.")
+        float | None, Option(min=0.1, max=1e6, help="Training tokens per parameter; replaces --frontier.")
     ] = None,
     keep_model: Annotated[bool, Option("--keep-model", help="Keep the model of --config as it is.")] = False,
     tokens_available: Annotated[
-        float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute the epochs.")
+        float | None, Option(min=1, max=1e15, help="Tokens in your data, to compute the number of epochs.")
     ] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device hour.")] = None,
-    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device in watts.")] = None,
-    pue: Annotated[float, Option(min=1, max=10, help="Data-center power / power of the machines.")] = 1.0,
+    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power per device, in watts.")] = None,
+    pue: Annotated[float, Option(min=1, max=10, help="Data-center power divided by machine power.")] = 1.0,
     grid: Annotated[str | None, Option(help="Region whose CO2 per kWh applies: world, France, ...")] = None,
     g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
     out: Annotated[Path, Option(help="Configuration file to write.")] = OUT,
     page: Annotated[Path | None, Option(help="HTML file to write: a calculator with sliders.")] = None,
     json: opt.Json = False,
 ) -> int:
-    """Plan the model and tokens for a budget, and predict the loss."""
+    """Plan the model size and the number of tokens for a budget, and predict the loss."""
     if context.invoked_subcommand is not None:
         return 0
     from launcher import results
@@ -97,7 +97,7 @@ def plan_scaling(
     from_: Annotated[Path | None, Option("--from", help="scaling.json from `bert-dp scale`.")] = None,
     model: Annotated[str | None, Option(help="Model: bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
-        float | None, Option(min=1e-3, help="Sequences/s measured on one GPU, instead of --from.")
+        float | None, Option(min=1e-3, help="Sequences/s measured on one GPU; replaces --from.")
     ] = None,
     micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch used for --seq-per-s.")] = None,
     gpu: Annotated[
@@ -108,7 +108,7 @@ def plan_scaling(
     ] = None,
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
     gpus_per_node: Annotated[
-        int | None, Option(min=1, help="GPUs per node; default: 8, or all if no --link or --inter is given.")
+        int | None, Option(min=1, help="GPUs per node; default: 8, or all if --link and --inter are absent.")
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",

@@ -61,7 +61,7 @@ def report(
 
 
 def report_of(run_dirs: Sequence[Path]) -> Report:
-    """Build the report on one or more directories from their result files. Raises ConfigError if a directory
+    """Build the report on one or more directories from their result files. Raise ConfigError if a directory
     contains no result or the directories cannot be compared."""
     from launcher import evaluate, results, tune
     from launcher.evaluate.glue_scores import Glue, compare_report, glue_report
@@ -93,7 +93,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
 
 
 def _no_run(setting: str, path: Path) -> Issue:
-    """Return the issue for a path that is not a run directory. The hint lists runs inside the path."""
+    """Return the issue for a path that is not a run directory. The hint lists runs in that directory."""
     runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
     hint = f"choose a run in it: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
@@ -138,7 +138,7 @@ def checkpoints(
     run: Annotated[Path, Argument(metavar="RUN", show_default=False, help="Run directory.")],
     json: opt.Json = False,
 ) -> int:
-    """Verify the checkpoints of a run by their hashes.
+    """Verify the checkpoints of a run against their hashes.
 
     The exit code is 1 if a checkpoint is damaged.
     """
@@ -209,8 +209,8 @@ def doctor(
     """Check this machine before a run.
 
     Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
-    all-reduce, and takes less than 30 s. With several nodes, node 0 also compares the nodes' versions, data,
-    clocks and view of --run-dir, and measures the link to each node. The exit code is 1 if a run would fail.
+    all-reduce, and takes less than 30 s. With several nodes, node 0 also compares the nodes' versions, data
+    and clocks, checks that they share --run-dir, and measures each link. Exits with 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_result

@@ -35,7 +35,7 @@ def train(
     dry_run: opt.DryRun = False,
     gpu: Annotated[
         str | None,
-        Option(help="With --dry-run: assume --nproc (auto: one) GPUs of this type, such as H100-SXM-80G."),
+        Option(help="With --dry-run: GPU type to assume, such as H100-SXM-80G; number: --nproc (auto: 1)."),
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
@@ -55,7 +55,7 @@ def train(
     """Pretrain a model.
 
     By default, training takes two minutes and uses the built-in text. Under Slurm, Kubeflow or SkyPilot,
-    --nnodes, --node-rank and --rendezvous default to the values in their environment variables.
+    --nnodes, --node-rank and --rendezvous take their defaults from that system's environment variables.
     """
     from launcher import job
     from launcher.run import train
@@ -73,7 +73,7 @@ def train(
     if profile_ranks is not None and profile is None:
         issues.append(Issue("--profile-ranks", "no_effect", "has no effect without --profile FIRST:END"))
     if gpu is not None and not dry_run:
-        message = "has no effect without --dry-run, because it assumes another machine's GPUs"
+        message = "has no effect without --dry-run: a real run uses the GPUs of this machine"
         issues.append(Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run"))
     if issues:
         raise ConfigError(issues)
@@ -89,7 +89,7 @@ def train(
         overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-        if not dry_run:  # a trial or an earlier run used this micro batch, so it fits in memory
+        if not dry_run:  # a trial or an earlier run used this micro batch, so skip the memory estimate
             options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
@@ -132,7 +132,7 @@ def finetune(
     """Train a classifier or regressor from a pretrained run.
 
     Uses the training loop of `train`: N ranks train the same model as one rank. The last line of the output
-    shows the scores. predictions.jsonl in the run directory contains the prediction for each example.
+    shows the scores. predictions.jsonl in the run directory holds the predictions for all splits but train.
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
@@ -166,7 +166,7 @@ def distill(
         Argument(
             metavar="TEACHER",
             show_default=False,
-            help="Finetuned run. With --teacher-logits: any run with the tokenizer to use.",
+            help="Finetuned run. With --teacher-logits: any run; the student uses its tokenizer.",
         ),
     ],
     words: Annotated[
@@ -186,7 +186,7 @@ def distill(
     kind: opt.LabelKinds = None,
     teacher_logits: Annotated[
         str | None,
-        Option(metavar="FILE", help="JSONL file with text, text_pair (for pairs) and logits of any model."),
+        Option(metavar="FILE", help="JSONL file with text, text_pair (for pairs) and any model's logits."),
     ] = None,
     copies: Annotated[
         int | None,
@@ -194,7 +194,7 @@ def distill(
     ] = None,
     replace: Annotated[
         Literal["pos", "mlm", "none"],
-        Option(help="Replacement words: same part of speech (pos), language model (mlm), or none."),
+        Option(help="Replacement words: same part of speech (pos), from a language model (mlm), or none."),
     ] = "pos",
     embeddings: Annotated[
         str, Option(metavar="random|teacher|FILE", help="Initial embedding of a BiLSTM; FILE: word vectors.")
@@ -206,8 +206,8 @@ def distill(
 ) -> int:
     """Train a small student on the logits of a finetuned run.
 
-    The finetuned run (teacher) computes its logits once, for the training examples and augmented copies of
-    them. The student is then trained on the logits with the training loop of `train`.
+    The finetuned model (the teacher) computes logits once, for the training examples and for augmented copies
+    of them. The training loop of `train` then trains the student on these logits.
     """
     from launcher.evaluate import distill as distilling
     from launcher.evaluate import finetune as finetuning
@@ -281,11 +281,11 @@ def data_build(
     """Build token shards from text.
 
     Filters and deduplicates the text, trains a tokenizer, tokenizes the text and packs the tokens into
-    shards. A manifest records the hash of each shard. The settings data.build.* control each step.
+    shards. A manifest records the hash of each shard. The settings data.build.NAME adjust these steps.
     """
     from launcher import datasets
 
-    # match the whole name, because a path may also contain =, as in data/lang=en/
+    # match the whole setting name, because a path may also contain =, as in data/lang=en/
     settings = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
     options = [f"data.build.source_format={format}", f"data.build.text_field={jsonlib.dumps(text_key)}"]
     return datasets.build(

@@ -27,7 +27,7 @@ def scale(
     ] = ("ddp",),
     tensor: opt.Tensor = (1,),
     launcher: opt.Launcher = "torchrun",
-    repeats: Annotated[int, Option(min=1, max=1000, help="Runs per cell of the grid, in random order.")] = 3,
+    repeats: Annotated[int, Option(min=1, max=1000, help="Runs per grid cell; their order is random.")] = 3,
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps per run.")] = 50,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps before the timed ones.")] = 20,
     accumulation: Annotated[int | None, Option(min=1, help="Micro batches per step; default: 1.")] = None,
@@ -39,7 +39,7 @@ def scale(
     """Measure scaling efficiency with a grid of real runs.
 
     The grid also contains controls: one rank without a process group (the baseline), ddp on one rank and,
-    for every N, N independent one-rank runs at the same time (the ceiling).
+    for every N > 1 in --nproc, N independent one-rank runs at the same time (the ceiling).
     """
     from launcher.plan.scaling import predict_measured
     from launcher.scale import benchmark, grid
@@ -78,8 +78,8 @@ def tune_batch(
     """Find the best micro batch per rank with real runs.
 
     On a GPU, the result is the fastest micro batch. On a CPU, it is the smallest one within 3 % of the
-    fastest. The gradient accumulation is adjusted to keep the global batch. Also measures the memory per
-    rank and the gradient noise scale.
+    fastest. The gradient accumulation is adjusted to keep the global batch unchanged. The search also
+    measures the memory per rank and the gradient noise scale.
     """
     from launcher.tune import batch as search
 
@@ -96,7 +96,7 @@ def tune_lr(
     ] = 5,
     seeds: Annotated[int, Option(min=1, max=100, help="Seeds per learning rate in the last rung.")] = 3,
     tokens: Annotated[
-        float | None, Option(min=1, help="Number of tokens of a whole run; default: as configured.")
+        float | None, Option(min=1, help="Number of tokens in a whole run; default: as configured.")
     ] = None,
     budget: Annotated[
         float | None, opt.parsed(opt.seconds, "TIME", "Total time (90s, 30m, 2h); runs are shortened to fit.")

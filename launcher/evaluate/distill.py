@@ -43,7 +43,7 @@ def load(
         raise ConfigError(issues)
     teacher, is_file = finetune.find_pretrained(run, "TEACHER"), teacher_logits is not None
     if not is_file and not teacher.config.has_examples:
-        message, hint = f"{run} is a pretrained run without labels", "run `bert-dp finetune` on it first"
+        message, hint = f"{run} was pretrained but not finetuned", "run `bert-dp finetune` on it first"
         raise ConfigError([Issue("TEACHER", "wrong_type", message, str(run), hint=hint)])
     levels = student_levels(student, embeddings, teacher, source.name)
     machine = environment.probe(Path())
@@ -72,8 +72,8 @@ def load(
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
     """Return those levels of the student's configuration that do not depend on the examples. `student`:
-    `bilstm`, a pretrained run (the student starts from its weights), or a configuration (the student is its
-    model, with random weights). Raise ConfigError if `student` or `embeddings` is unusable."""
+    `bilstm`, a pretrained run (the student starts from its weights), or a configuration (the student has its
+    model and random weights). Raise ConfigError if `student` or `embeddings` is unusable."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
@@ -128,13 +128,13 @@ def label_issues(teacher: Config, manifest: ExamplesManifest) -> Iterator[Issue]
         expected, found = getattr(teacher.finetune, name), getattr(manifest, name)
         if (expected := list(expected) if name == "labels" else expected) != found:
             message = f"the teacher has {name} {expected}, but the examples have {found}"
-            hint = "pass data of the teacher's task"
+            hint = "pass data for the teacher's task"
             yield Issue("TEACHER", "conflict", message, expected, f"finetune.{name}", hint)
 
 
 def describe_transfer_set(teacher: Config | None, config: Config, manifest: ExamplesManifest) -> None:
     """Print the size of the transfer set and the cost of labelling it; warn if the student is larger than the
-    teacher. `teacher`: None if the logits already exist."""
+    teacher. `teacher`: None if the logits are given; only the size is then printed."""
     train, length = manifest.splits[TRAIN], config.data.sequence_length
     counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them augmented copies"
     line = f"transfer set: {counts}, {format_count(train.tokens)} tokens"
@@ -142,7 +142,7 @@ def describe_transfer_set(teacher: Config | None, config: Config, manifest: Exam
         print_error(line)
         return
     flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # / 3: forward pass only
-    print_error(f"{line}; the teacher's forward pass takes {flop / 1e12:.3g} TFLOP")
+    print_error(f"{line}; the teacher's forward passes take {flop / 1e12:.3g} TFLOP")
     student_size, teacher_size = (num_parameters(each.model, length) for each in (config, teacher))
     print_error(f"parameters: teacher {format_count(teacher_size)}, student {format_count(student_size)}")
     if student_size > teacher_size:

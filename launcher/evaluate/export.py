@@ -31,7 +31,7 @@ def export(
     run = run.expanduser().resolve()
     source = write.open_run(run, encoder=encoder)
     if source.facts.step == 0:
-        print_error("warning: RUN has not trained any step, so its weights are random")
+        print_error("warning: RUN has completed no training step, so the export has its initial weights")
     out = out.expanduser().absolute()
     flags = [*(["--encoder"] if encoder else []), *([f"--{precision}"] if precision != "fp32" else [])]
     command = shlex.join(["bert-dp", "export", form, run.name, "--out", out.name, *flags])
@@ -45,8 +45,8 @@ def export(
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
-    """Compare an export with the run that was exported, and show the result. Return 1 if the outputs differ,
-    else 0. Raise ConfigError if either is unusable, and RunFailed if the export cannot be executed."""
+    """Compare an export with its run and show the result. Return 1 if the outputs or parameters disagree,
+    else 0. Raise ConfigError if either is unusable, and RunFailed if the exported model cannot be run."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -61,7 +61,7 @@ def check_report(check: ExportCheck) -> Report:
     shares = [row.top1 for row in check.rows if row.top1 is not None]
     allowed = "no limit: only fp32 exports have one"
     if check.tolerance is not None:
-        allowed = f"divided by the largest output if that exceeds 1; limit {check.tolerance:.0e}"
+        allowed = f"relative to the largest output if that output exceeds 1; limit {check.tolerance:.0e}"
     loaded = None
     if check.parameters is not None and check.stored_parameters is not None:
         loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"
@@ -69,7 +69,7 @@ def check_report(check: ExportCheck) -> Report:
         words("export", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
         words("largest difference", f"{max(row.difference for row in check.rows):.1e}", allowed),
         words("same top prediction", format_percent(min(shares)) if shares else None, "in the worst batch"),
-        words("difference after reload", f"{check.again:.1e}", "saved and loaded a second time"),
+        words("difference after reload", f"{check.again:.1e}", "with the export saved and loaded again"),
         words("parameters", loaded, f"{format_count(check.run_parameters)} in the run"),
         words("not loaded", ", ".join(check.not_loaded[:8]) or "none"),
         words("checkpoint", check.checkpoint),

@@ -24,7 +24,7 @@ DERIVED = ("data.path", "run.init_from", "objective.name", *(f"finetune.{name}" 
 
 
 class ExamplesSource(NamedTuple):
-    """Name of a task, and the options of `bert_dp.examples.prepare` for its examples."""
+    """Name of a task, and the options with which `bert_dp.examples.prepare` prepares its examples."""
 
     name: str
     options: Sequence[str]
@@ -49,7 +49,7 @@ def source_of(
     hint = "use --task and --data for a GLUE task, or --train and --dev for your own files"
     issues = []
     if task is not None:
-        text = "GLUE defines the files and columns of --task"
+        text = "with --task, GLUE defines the files and columns"
         issues += [Issue(f"--{name}", "conflict", text, value, "--task", hint) for name, value in own.items()]
         if not data:
             fix = "add the folder or archive with GLUE's files"
@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return the job and run directory of each seed. With several seeds, the directories are in `run_dir`."""
+    """Return a job and a run directory for each seed. Several seeds use subdirectories of `run_dir`."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -107,7 +107,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> Report:
 class Pretrained(NamedTuple):
     """Pretrained run from which finetuning starts."""
 
-    run: Path  # run directory, or the checkpoint if one was given
+    run: Path  # run directory, checkpoint or hf:DIR, as given by the user
     checkpoint: Path
     step: int  # optimizer step of the checkpoint
     config: Config
@@ -115,8 +115,8 @@ class Pretrained(NamedTuple):
 
 
 def find_pretrained(run: Path, option: str = "RUN") -> Pretrained:
-    """Find the newest checkpoint of a run, the checkpoint at `run`, or a transformers encoder at hf:DIR.
-    `option`: name of `run` in messages. Raise ConfigError if none is found."""
+    """Find the pretrained model at `run`: the newest checkpoint of a run directory, a checkpoint, or a
+    transformers encoder (hf:DIR). `option`: name of `run` in messages. Raise ConfigError if none is found."""
     if (directory := hf_directory(str(run))) is not None:
         return _find_hf(directory.resolve())
     if not run.exists():
@@ -142,7 +142,7 @@ def _find_hf(directory: Path) -> Pretrained:
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:
-    """Return the names of the settings in overrides `a.b=value`."""
+    """Return the names of the settings in overrides of the form `a.b=value`."""
     return [item.partition("=")[0].strip() for item in overrides]
 
 
@@ -165,10 +165,10 @@ def configuration(
     *,
     recipe: str = RECIPE,
 ) -> Config:
-    """Resolve the configuration of a finetuning run. Its levels are the model and sequence length of the
-    pretrained run, the recipe, the kind and labels of the data at `path` (None = not yet prepared), and the
-    overrides. Later levels take precedence. `init_from`: run or checkpoint; None = random weights.
-    Raise ConfigError if the configuration is invalid."""
+    """Resolve the configuration of a finetuning run. Its levels, in order of increasing precedence, are the
+    model and sequence length of the pretrained run, the recipe, the kind and labels of the data at `path`
+    (None = not yet prepared), and the overrides. `init_from`: run or checkpoint with the initial weights;
+    None = random weights. Raise ConfigError if the configuration is invalid."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
@@ -195,11 +195,11 @@ def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, see
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """Set the micro batch to a replica's share of the global batch, unless `overrides` set it.
+    """Set the micro batch size to a replica's share of the global batch, unless `overrides` set the size.
 
-    Keep the configured size if the share is not an integer. Examples are short, so the share fits on a GPU.
-    On a CPU, also keep the configured size if it divides the share. A micro batch is padded to its longest
-    example and examples are sorted by length, so a smaller one is padded less (benchmarks/RESULTS.md).
+    Keep the configured size if the share is not an integer. On a CPU, also keep it if it divides the share:
+    a micro batch is padded to its longest example and examples are sorted by length, so a smaller one needs
+    less padding (benchmarks/RESULTS.md). Examples are short, so the share fits in a GPU's memory.
     """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})
@@ -212,7 +212,7 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
 def load(
     run: Path, source: ExamplesSource, overrides: Sequence[str], *, nproc: str, random_weights: bool
 ) -> job.Job:
-    """Prepare the examples and return the job that finetunes. Raise ConfigError if the input is unusable."""
+    """Prepare the examples and return the finetuning job. Raise ConfigError if the input is unusable."""
     if issues := setting_issues(overrides):
         raise ConfigError(issues)
     start = find_pretrained(run)

@@ -1,4 +1,4 @@
-"""`bert-dp eval glue`: finetune a pretrained run on GLUE tasks with several seeds; score the dev sets."""
+"""`bert-dp eval glue`: finetune a run on GLUE tasks with several seeds and score it on the dev sets."""
 
 import json
 import time
@@ -53,13 +53,13 @@ class GlueGrid(NamedTuple):
     precision: str
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
-    left_out: Mapping[str, str]  # task without files -> reason
+    left_out: Mapping[str, str]  # task without files -> reason for its omission
 
 
 def evaluate(
     run: Path, overrides: Sequence[str], options: GlueOptions, data: Sequence[Path], how: VerbOptions
 ) -> int:
-    """Run the evaluation and return the exit code. Raise ConfigError with all issues before any trial."""
+    """Run the evaluation and return its exit code. Before any trial, raise ConfigError on unusable input."""
     start = finetune.find_pretrained(run)
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
@@ -109,7 +109,7 @@ def evaluate(
 def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
-    """Return the options with an explicit list of tasks, and the reason for each omitted task. `missing`:
+    """Return the options with explicit tasks, and a reason for each task that lacks files. `missing`:
     missing train and dev files of each GLUE task, in GLUE's order. Raise ConfigError if a requested task
     cannot run or no task is left."""
     tasks = options.tasks or [task for task, files in missing.items() if not files]
@@ -179,12 +179,12 @@ def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
     options, finetuning = grid.options, grid.base.finetune
     log(f"GLUE evaluation: {folder}")
     log(f"weights {grid.weights or 'random'}; head {finetuning.head}; pooling {finetuning.pooling}")
-    sizes = f"{count_of(options.seeds, 'seed')}, {count_of(options.ranks, 'rank')} each"
+    sizes = f"{count_of(options.seeds, 'seed')}, {count_of(options.ranks, 'rank')} per trial"
     log(f"{', '.join(options.tasks)} x {sizes}")
     for task, reason in grid.left_out.items():
         log(f"omitted: {task}: {reason}")
     if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
-        log(f"not GLUE scores, because the files have a subset of GLUE's rows: {', '.join(subsets)}")
+        log(f"scores of {', '.join(subsets)} are not GLUE scores: the files contain a subset of GLUE's rows")
 
 
 def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
@@ -212,7 +212,7 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
 
 def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, list[GlueTrial]]) -> None:
     """Run each task with each seed; add the results to `ended`. Raise Stopped after a stop signal."""
-    # longest trials first, so that all devices finish at about the same time
+    # most examples first within each seed, so that all devices finish at about the same time
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     seeds = range(grid.base.run.seed, grid.base.run.seed + grid.options.seeds)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in seeds for task in tasks]

@@ -1,4 +1,4 @@
-"""Define the models of glue.json; compute its medians and average; build the reports of `eval glue`."""
+"""Define the schema of glue.json, compute its medians and average, and build the reports of `eval glue`."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -61,7 +61,7 @@ class GlueScore(StoredModel):
 
     split: str
     metric: str
-    seeds: list[float | None]  # in the order of the trials; null: the trial failed
+    seeds: list[float | None]  # score for each seed, in the order of the trials; null: the trial failed
     median: float | None
     sd: float | None  # standard deviation over the seeds; null for one seed
     majority: float | None  # score of always predicting train's most frequent or mean label; null: undefined
@@ -96,9 +96,9 @@ class Glue(Measurement):
     lr: float
     heldout_loss: float | None  # of `start`, in nats; null: random weights, or a step without evaluation
     tasks: list[GlueTask]
-    left_out: dict[str, str]  # task -> reason
+    left_out: dict[str, str]  # task without files -> reason for its omission
     average: float | None  # mean of the medians of the tasks in AVERAGED
-    not_averaged: list[str]  # tasks of AVERAGED that are missing, are subsets, or lack a seed's score
+    not_averaged: list[str]  # tasks in AVERAGED that were not run, are not official, or lack a seed's score
 
 
 def describe_start(start: Pretrained) -> GlueStart:
@@ -115,7 +115,7 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
 
 
 def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
-    """Read the scores of a finished trial. A trial that lacks a score of a dev set counts as failed."""
+    """Read the scores of a finished trial. A trial that lacks a score for a dev set counts as failed."""
     lr, seed, seconds = peak_lr(trial.config).value, trial.config.run.seed, round(outcome.seconds, 3)
     result = GlueTrial(trial=trial.name, lr=lr, seed=seed, status=outcome.status, seconds=seconds)
     if outcome.status != "ok":
@@ -166,7 +166,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Return the GLUE average, or None if a task lacks scores, and the tasks that lack scores."""
+    """Return the GLUE average and the tasks that lack scores. The average is None if any task lacks them."""
     medians: list[float] = []  # nine, because MNLI has two dev sets
     lacking = []
     for name in AVERAGED:
@@ -194,8 +194,8 @@ SCORES = (
 SAME_DATA = "compare evaluations with the same files, tokenizer and sequence length"
 DIFFERENCE = (
     "Scores are medians over the seeds, out of 100, with standard deviations (sd). Differences are means "
-    "over the common seeds, with 95 % intervals by Student's t. The intervals do not include the variation "
-    "between pretraining runs."
+    "over the common seeds, with 95 % intervals (Student's t). The intervals do not account for the "
+    "variation between pretraining runs."
 )
 
 
@@ -263,8 +263,8 @@ def _verdicts(glue: Glue) -> list[page.Verdict]:
 
 
 def compare_report(folders: Sequence[Path]) -> page.Report:
-    """Build the report that compares evaluations with the first one. Raise ConfigError if they have no common
-    task or have different data."""
+    """Build the report that compares evaluations with the first of them. Raise ConfigError if they have no
+    task in common or if their data differ."""
     evaluations = [results.read(folder / FILE, Glue) for folder in folders]
     by_name = [{task.task: task for task in glue.tasks} for glue in evaluations]
     shared = [name for name in by_name[0] if all(name in tasks for tasks in by_name)]

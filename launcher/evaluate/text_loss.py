@@ -44,7 +44,7 @@ def evaluate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Measure `run` on `texts`, which may start with more runs to measure. Return the exit code.
+    """Measure `run`, and any runs at the start of `texts`, on the remaining texts. Return the exit code.
 
     `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raise ConfigError if a run or text is
     unusable, and RunFailed if a loss is not finite.
@@ -99,10 +99,10 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
         ]
         rows.append(TableRow(loss.run, [TableCell(text) for text in cells]))
     heads = ["pseudo-bits per byte", "difference from the first", "nats per token", "vocabulary", "step"]
-    basis = f"{count_of(best.hidden.words, 'hidden word')} of {count_of(best.documents, 'document')}"
+    basis = f"{count_of(best.hidden.words, 'hidden word')} in {count_of(best.documents, 'document')}"
     notes = [
-        f"Every run is measured on the same {basis}. \u00b1: half-width of the 95 % interval over documents, "
-        "paired for differences. Nats per token are comparable only between runs with the same vocabulary."
+        f"Every run is measured on the same {basis}. \u00b1: half-width of the 95 % interval over documents; "
+        "differences are paired by document. Nats per token are comparable only between equal vocabularies."
     ]
     section = ReportSection("", tables=[Table(rows, heads, corner="run")], notes=notes)
     return Report("bert-dp: masked language models on text", sections=[section])
@@ -145,7 +145,7 @@ def text_report(loss: TextLoss) -> Report:
             f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text contains."
         )
     if loss.documents_without_tokens:
-        notes.append(f"{format_count(loss.documents_without_tokens)} of the documents have no tokens.")
+        notes.append(f"Number of documents without tokens: {format_count(loss.documents_without_tokens)}.")
     section = ReportSection("", tables=[Table(facts)], notes=notes)
     return Report("bert-dp: masked language model on text", sections=[section])
 

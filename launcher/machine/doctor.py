@@ -80,7 +80,7 @@ def diagnose(env: Environment) -> list[Finding]:
     cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items()) or "unknown"
     driver = []
     if env.gpu_error:
-        fix = "reboot after a driver update; start a container with --gpus all"
+        fix = "if the driver was updated, reboot; if this is a container, start it with --gpus all"
         driver = [_unmeasured("GPU driver", env.gpu_error, "ranks cannot open a GPU", fix)]
     return [
         _finding(
@@ -107,7 +107,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
             f"shared memory (/dev/shm): {format_gib(env.shm_gib)}",
-            "NCCL between the GPUs of a node may not start, or may fail with a bus error",
+            "between the GPUs of a node, NCCL may not start, or may fail with a bus error",
             "start the container with --shm-size=8g or --ipc=host",
         ),
         _finding(
@@ -182,13 +182,13 @@ def loopback() -> Finding:
             client.connect(listener.getsockname())
         return Finding("ok", "loopback: 127.0.0.1 accepts connections")
     except OSError as error:
-        return Finding("fail", f"loopback: {error}", "ranks of a node cannot connect", "ip link set lo up")
+        return Finding("fail", f"loopback: {error}", "local ranks cannot communicate", "ip link set lo up")
 
 
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Measure how fast `module` writes, verifies and loads a checkpoint in the folder `existing(target)`."""
+    """Measure how long `module` takes to write, verify and load a checkpoint in `target` (see `existing`)."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:
@@ -221,7 +221,7 @@ def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.a
 
 
 def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
-    """Return the finding of a failed check. A timeout is only a warning, because the machine may be busy."""
+    """Return a finding for a check without a result. A timeout is a warning: the machine may be busy."""
     if error.startswith(NO_ANSWER):
         message = f"{check}: could not be tested, {error}"
         fix = "run `bert-dp doctor` again when the machine is idle"

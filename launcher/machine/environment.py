@@ -1,4 +1,4 @@
-"""Read facts about this machine for environment.json, and predict the precision of ranks.
+"""Read facts about this machine for environment.json, and predict the precision that ranks will use.
 
 Torch-free. Functions that read kernel files accept `root`, the parent directory of proc/ and sys/.
 """
@@ -77,11 +77,11 @@ class Environment:
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
-    max_processes: int | None  # limit of the user or control group; counts threads; None = no limit
+    max_processes: int | None  # lower limit of user and control group; threads count too; None = no limit
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
     gpus_present: int  # GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES
-    gpu_error: str | None  # error of nvidia-smi
+    gpu_error: str | None  # error from nvidia-smi
     gpu_topology: str | None
     versions: dict[str, str]
     git_commit: str | None
@@ -94,7 +94,7 @@ class Environment:
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Return True if CUDA_VISIBLE_DEVICES names GPUs, but no usable one. "" and "-1" name no GPU."""
+        """Return True if CUDA_VISIBLE_DEVICES names GPUs, none of them usable. "" and "-1" name no GPU."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
@@ -103,10 +103,10 @@ class Environment:
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
-        """Return a rank's available memory in GiB (None if unknown) and its source as text. On GPUs, it is
-        the smallest free memory of the GPUs used; otherwise, it is an equal share of usable host memory."""
+        """Return the GiB of memory available to a rank (None if unknown) and a text that names the source. On
+        GPUs, the GPU with the least free memory decides; otherwise ranks share usable host memory equally."""
         if not on_gpu:
-            return self.usable_memory_gib / ranks, f"memory of this machine / {count_of(ranks, 'rank')}"
+            return self.usable_memory_gib / ranks, f"host memory, shared by {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
         if not free:
             return None, "the GPUs"
@@ -164,7 +164,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:
-    """Return the lowest limit (cores, bytes or processes) of this process's control groups, or None."""
+    """Return the lowest limit (cores, bytes, processes) of this process's control groups; None = no limit."""
     limits = [_own_limit(group, controller) for group in control_groups(root, controller)]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -213,8 +213,8 @@ def existing(path: Path) -> Path:
 
 
 def find_gpus(root: Path = ROOT) -> tuple[list[Gpu], int, str | None]:
-    """Return the visible GPUs, the number of GPUs present and the error of nvidia-smi, if any. If nvidia-smi
-    lists no GPU, the kernel driver's list is read instead."""
+    """Return the visible GPUs, the number of GPUs present and the error from nvidia-smi, if any. If
+    nvidia-smi lists no GPU, the kernel driver's list is read instead."""
     devices: list[tuple[Gpu, str]] = []  # (GPU, UUID), because CUDA_VISIBLE_DEVICES may contain UUIDs
     divided: list[bool] = []  # for each GPU: whether MIG divides it into instances
     error: str | None = None
@@ -289,12 +289,12 @@ def read_text(path: Path) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Read the fields of proc_pid_stat(5), starting with the third, the state. [] if the process is gone."""
+    """Return the fields of proc_pid_stat(5) from the third, the state, onwards; [] if the process is gone."""
     return read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kept: str | None = None) -> str:
-    """Predict the precision of the ranks. `kept`: precision of the checkpoint to resume from."""
-    has_bf16 = on_gpu or bool(bf16_units)  # assumed on a GPU, which only a rank can query
+    """Predict the precision that the ranks will use. `kept`: precision of the checkpoint to resume from."""
+    has_bf16 = on_gpu or bool(bf16_units)  # assume that a GPU has bf16, because only a rank can query it
     engines = [config.parallel.engine]
     return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)

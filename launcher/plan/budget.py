@@ -1,4 +1,4 @@
-"""Plan the model, tokens and loss for a budget of hours, dollars or kWh (`bert-dp plan`)."""
+"""Choose a model for a budget in hours, dollars or kWh; predict its token count and loss (`bert-dp plan`)."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -32,10 +32,10 @@ Origin = Literal["published", "stated"]  # origin of a cost; stated: given as an
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
 OLD_DAYS = 180  # age in days above which a price or CO2 value causes a warning
-WIDE, DEEP = 64, 48  # width / layers of wide and deep models: as in BERT-base and in the crammed BERT
+WIDE, DEEP = 64, 48  # width / layers of wide models (as in BERT-base) and deep ones (as in the crammed BERT)
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
-MAX_EPOCHS = 4  # up to this many, repeated text is worth nearly as much as new text (arXiv 2305.16264)
-MLM_MIN_FLOPS = 2.2e15  # below this, masked LMs deviate from their power law (arXiv 2305.17266)
+MAX_EPOCHS = 4  # up to this many epochs, repeated text is nearly as good as new text (arXiv 2305.16264)
+MLM_MIN_FLOPS = 2.2e15  # below this compute, masked LMs deviate from their power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # multiple of the largest fitted budget above which a plan is unreliable
 SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
 
@@ -53,8 +53,8 @@ PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
     ),
 }
 DISAGREE = (
-    "published scaling laws for masked LMs give sizes that differ by more than a factor of ten, so none is "
-    "chosen: fit your own runs (`bert-dp plan fit`), or pass --tokens-per-parameter"
+    "published scaling laws give sizes that differ by about a factor of ten, so no size is chosen: fit "
+    "your own runs (`bert-dp plan fit`), or pass --tokens-per-parameter"
 )
 MANY_EPOCHS = (
     "{:.1f} epochs: after {}, repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
@@ -115,7 +115,7 @@ class Costs:
 
     @property
     def per_hour(self) -> dict[str, float | None]:
-        """Costs of one hour on all devices: hours (1), dollars, kWh, kg of CO2. Unknown costs are None."""
+        """Return the hourly costs of all devices: hours (always 1), dollars, kWh, kg CO2; None = unknown."""
         kw = None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
         grams = self.grams_per_kwh
         return {
@@ -183,7 +183,7 @@ class BudgetOptions:
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
-            message = "required unless --from gives the speed, or --frontier that of three or more sizes"
+            message = "required unless --from gives the speed, or --frontier the speed of three or more sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
         if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not support {self.precision}"
@@ -192,7 +192,7 @@ class BudgetOptions:
             message, hint = "gives the speed of only one model size", "add --keep-model"
             issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
         if self.from_ is not None and self.gpu is not None:
-            message, hint = "--from already gives a measured speed", "pass --price and --watts of its device"
+            message, hint = "--from already gives a measured speed", "pass --price and --watts instead"
             issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
         if frontier is None:
             return issues
@@ -200,10 +200,10 @@ class BudgetOptions:
             message = "the ratio already follows from the frontier"
             issues.append(Issue("--tokens-per-parameter", "conflict", message, None, "--frontier"))
         if frontier.contradicts:
-            message = "its fitted scaling law does not match its own runs; see `bert-dp plan fit`"
+            message = "its scaling law does not match the runs it was fitted to; see `bert-dp plan fit`"
             issues.append(Issue("--frontier", "unsupported", message, str(self.frontier)))
         if missing and frontier.world_size not in (None, self.gpus):
-            message = f"the frontier's runs used {frontier.world_size} devices; no other number was measured"
+            message = f"the frontier's runs used --nproc {frontier.world_size}; no other number was measured"
             issues.append(Issue("--nproc", "conflict", message, self.gpus, "--frontier"))
         return issues
 
@@ -219,7 +219,7 @@ class BudgetOptions:
             return lambda config: gpu_speed.gpu_rate(config, gpu, self.gpus, self.precision)
         assert frontier is not None
         rates = frontier.rates()
-        source = f"{len(rates)} sizes of the frontier's runs on {frontier.device}"
+        source = f"the frontier's runs of {len(rates)} sizes on {frontier.device}"
         return lambda config: gpu_speed.measured_rate(size_of(config), rates, source)
 
     def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
@@ -250,7 +250,7 @@ def plan_budget(
 ) -> tuple[BudgetPlan, Path | None]:
     """Plan training for a budget; return the plan, and the path of the configuration if one was written.
 
-    Writes the configuration to `out` if a size was chosen, and a calculator to `page`. Raises ConfigError.
+    Writes the configuration to `out` if a size was chosen, and an HTML planner to `page`. Raises ConfigError.
     """
     unit, amount = options.budget()
     base = load_named("--config", options.config)
@@ -334,8 +334,8 @@ def make_plan(
 ) -> BudgetPlan:
     """Plan training for a budget.
 
-    Without a frontier, a ratio or keep_model, published scaling laws determine the sizes. `rate_of` returns
-    the tokens/s of a configuration, or raises ConfigError if the model does not fit the device.
+    Without a frontier, tokens_per_parameter or keep_model, published scaling laws determine the sizes.
+    `rate_of` returns a configuration's tokens/s, or raises ConfigError if the model does not fit the device.
 
     Raises ConfigError if the budget is too small for every size, or larger than the largest size can use.
     """
@@ -378,7 +378,7 @@ def make_plan(
         shapes = family(base, WIDE) if name == "wide" else configs
         config = shapes[nearest([size_of(each) for each in shapes], size)]
         with contextlib.suppress(ConfigError):  # a wide model may not fit the device
-            # setdefault, because a small budget can give the same two-layer model for deep and wide
+            # setdefault: for a small budget, deep and wide can be the same two-layer model
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
         warnings.append(small(flops))
@@ -391,7 +391,7 @@ def make_plan(
     if is_chosen:
         batch = base.batch.global_size
         count = tokens / (batch * base.data.sequence_length)
-        steps = _rated(count, rate, f"of {batch} sequences, as configured")
+        steps = _rated(count, rate, f"batches of {batch} sequences, as configured")
         figures |= {"tokens": models[0].tokens, "steps": steps}
     return BudgetPlan(
         unit=unit,
@@ -405,7 +405,7 @@ def make_plan(
 
 
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
-    """Return copies of `base` with models of ascending width. Their width / layers is close to `aspect`."""
+    """Return copies of `base` with models of ascending width and a width / layers ratio close to `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
     family = []
     for width in WIDTHS:
@@ -453,7 +453,7 @@ def _solve(sizes: Sequence[int], hours_of: Sequence[float], hours: float, unit: 
     except ValueError as error:
         bound = float(error.args[0])
         word = "least" if bound > hours else "most"
-        message = f"no size from {sizes[0]:,} to {sizes[-1]:,} parameters is optimal for this budget"
+        message = f"no model of {sizes[0]:,} to {sizes[-1]:,} parameters is optimal for this budget"
         hint = f"pass at {word} {bound * (costs.per_hour[unit] or math.nan):.3g} {unit}"
         raise ConfigError([Issue(f"--{unit}", "out_of_range", message, hours, hint=hint)]) from None
 
@@ -511,7 +511,7 @@ def _fitted(
 
 
 def _fitted_loss(fit: Frontier, value: Callable[[LossLaw], float], flops: float, rate: Rate) -> PlannedFigure:
-    """Return a predicted loss. Its interval includes the uncertainty of the speed."""
+    """Return a predicted loss. Its interval accounts for the uncertainty in the predicted speed."""
     return _fitted(fit, value, abs(fit.law.best_loss(flops / rate.factor) - fit.law.best_loss(flops)))
 
 
@@ -533,7 +533,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
-    """Return a report with the figures and with the models or the sizes by published scaling laws."""
+    """Return a report: the figures, and the models or, if none is chosen, sizes from published laws."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()
@@ -551,7 +551,7 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
     not_written = (
         [] if written else [Verdict("info", "No size was chosen, so no configuration was written.", [hint])]
     )
-    title = "Models for the budget" if plan.is_chosen else "Sizes by published scaling laws (none chosen)"
+    title = "Models for the budget" if plan.is_chosen else "Sizes from published scaling laws (none chosen)"
     return Report(
         "bert-dp: budget plan",
         verdicts=[*(Verdict("warn", text) for text in plan.warnings), *not_written],

@@ -47,8 +47,8 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
 
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
-    """Predict the tokens/s on `ranks` GPUs of this machine, and the factor of the 95 % interval. Returns None
-    if there is no GPU, or if the GPU or its peak in this precision is unknown."""
+    """Return the predicted tokens/s on `ranks` GPUs of this machine and the factor of its 95 % interval, or
+    None if there is no GPU, or if the GPU or its peak in this precision is unknown."""
     config = job.config
     precision = "bf16" if config.precision == "auto" else config.precision
     nearest = [
@@ -65,7 +65,7 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
 
 
 def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
-    """Print three predictions for a job from `on_gpus`: micro batch, speed, and training time or tokens."""
+    """Print the predicted micro batch, speed, and training time or token count of a job from `on_gpus`."""
     config, count = job.config, job.gpus
     if nodes > 1:
         text = "speed   not predicted for several nodes; use `bert-dp plan scaling --gpu NAME --inter LINK`"
@@ -75,7 +75,7 @@ def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
     fits = gpu_speed.micro_batch_that_fits(config, precision, gpu, count)
     of = f"{count} x {gpu}" + (f" over {link}" if link else "")
     quantum = config.batch.ramp_quantum if config.batch.ramp_fraction > 0 else None
-    divided = "the batch" if quantum is None else f"batch.ramp_quantum ({quantum})"
+    divided = "share of the batch" if quantum is None else f"share of batch.ramp_quantum ({quantum})"
     largest = f"{fits} is the largest that" if fits else "no size"
 
     def between(value: float, text: Callable[[float], str]) -> str:
@@ -83,7 +83,7 @@ def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
 
     tokens_text = partial(format_si, unit="tokens")
     lines = [
-        f"micro   {largest} divides {divided} per replica and fits in 90 % of {gpu}'s memory (estimate)",
+        f"micro   {largest} divides a replica's {divided} and fits in 90 % of {gpu}'s memory (estimate)",
         f"speed   {between(row.tokens_per_s, tokens_text)} per second on {of}, "
         f"{format_step_time(row.step_time_s)} per step (roofline fitted to published measurements)",
     ]

@@ -24,10 +24,10 @@ FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by less than this factor share a budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 CONTRADICTS = (
-    "The law does not describe these runs: its best sizes and those of parabolas fitted per budget differ "
+    "The law does not describe these runs: its best sizes and those found with a parabola per budget differ "
     "by a factor of {:.1f} (median over budgets). Repeated data or unfinished runs can cause this."
 )
-OUTSIDE = "The sizes that were run do not enclose the best size for {}: add smaller or larger models."
+OUTSIDE = "The sizes of the runs do not enclose the best size for {}: add smaller or larger models."
 OTHERS = "Another law fits nearly as well (sum of Huber losses within 10 %), so the optimum is uncertain."
 
 
@@ -71,7 +71,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
 
 
 def read_table(path: Path) -> list[CompletedRun]:
-    """Read runs from a CSV file with COLUMNS, of which `tokens` is optional. Raises ConfigError."""
+    """Read runs from a CSV file with the columns COLUMNS (`tokens` is optional). Raises ConfigError."""
     with refusing("--table", str(path)):
         text = read_regular(path, files.MAX_JSON_BYTES).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))
@@ -90,7 +90,7 @@ def read_table(path: Path) -> list[CompletedRun]:
 
 
 def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
-    """Group runs of nearly equal compute, and set their budget to the geometric mean of the group."""
+    """Group runs of nearly equal compute, and set each run's budget to the geometric mean over its group."""
     groups: list[list[CompletedRun]] = []
     for run in sorted(runs, key=lambda r: r.budget_flops):
         if not groups or run.budget_flops >= SAME_BUDGET * groups[-1][0].budget_flops:
@@ -129,7 +129,7 @@ def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) 
 
 
 def fit_page(found: Frontier) -> Report:
-    """Return a report with the law, its exponents and the best run of each budget."""
+    """Return a report with the law, its exponents and the best run for each budget."""
     verdicts = []
     if found.contradicts:
         verdicts.append(Verdict("fail", CONTRADICTS.format(found.contradiction)))
@@ -147,7 +147,7 @@ def fit_page(found: Frontier) -> Report:
     law, interval = found.law, " to ".join(map(power, found.exponent_ci95 or ()))
     laws = [
         words("loss", f"{law.E:.3f} + {law.A:.3g} N^-{law.a:.3f} + {law.B:.3g} D^-{law.b:.3f} nats"),
-        words("exponent x of best N ~ C^x", power(found.exponent), f"95 %: {interval}"),
+        words("exponent x in best N ~ C^x", power(found.exponent), f"95 %: {interval}"),
         words("x without embedding parameters", power(found.exponent_without_embedding)),
         words(
             "x found by parabolas",
@@ -161,6 +161,6 @@ def fit_page(found: Frontier) -> Report:
         text = f"{format_count(round(best.parameters))} parameters, {best.loss:.3f} nats"
         note = f"best size by the law: {format_si(law.best_parameters(budget))}"
         rows.append(words(format_si(budget, "FLOP"), text, note))
-    tables = [Table(laws, title="Law"), Table(rows, title="Best run of each budget")]
+    tables = [Table(laws, title="Law"), Table(rows, title="Best run for each budget")]
     sections, follow = [ReportSection("", tables=tables)], f"bert-dp plan --hours 24 --frontier {FILE}"
     return Report("bert-dp: compute frontier", verdicts=verdicts, sections=sections, next=follow)

@@ -1,7 +1,7 @@
 """Define the loss law L(N, D) = E + A N^-a + B D^-b and the file that stores it, frontier.json.
 
-N: parameters, D: training tokens, L: held-out loss in nats (Hoffmann et al. 2022, arXiv 2203.15556, equation
-2). `loss_fit.py` fits the law.
+N: parameters, D: training tokens, L: held-out loss in nats. The law is equation 2 of Hoffmann et al. 2022
+(arXiv 2203.15556). `loss_fit.py` fits it.
 """
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
@@ -73,7 +73,7 @@ class LossLaw:
 class Frontier(StoredFile):
     """Contents of frontier.json: completed runs, the law fitted to them, resampled fits, common settings."""
 
-    model_config = ConfigDict(strict=False)  # because a strict model rejects a dataclass in JSON
+    model_config = ConfigDict(strict=False)  # a strict model rejects the JSON of a dataclass
     hint: ClassVar[str] = "rewrite it with `bert-dp plan fit`"
     schema_version: Literal[1] = 1
     law: LossLaw
@@ -87,8 +87,8 @@ class Frontier(StoredFile):
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Factor between the best sizes by the law and by parabolas: median over the budgets not in `outside`."""
-    outside: list[float] = []  # budgets for which the sizes that were run do not enclose a minimum
+    """Factor between the best sizes from the law and from parabolas; median over budgets not in `outside`."""
+    outside: list[float] = []  # budgets for which the sizes of the runs do not enclose a minimum
     mask_rate: float | None = None
     sequence_length: int | None = None
     data_hash: str | None = None

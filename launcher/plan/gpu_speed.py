@@ -51,7 +51,7 @@ def peak_of(gpu: str, precision: str) -> float | None:
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of a micro batch and an optimizer step. `constants` replace hardware.yaml's."""
+    """Estimate the seconds per micro batch and per optimizer step. `constants` replace hardware.yaml's."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")
@@ -148,7 +148,7 @@ def predicted_step(
 
 
 def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rate:
-    """Read the tokens/s of a run directory, or of the fastest matching cell of a benchmark in scaling.json.
+    """Read the tokens/s from a run directory, or from a benchmark's scaling.json (its fastest matching cell).
     Raises ConfigError if the model, sequence length, precision or number of devices differs."""
     if not path.exists():
         raise ConfigError([Issue("--from", "not_found", f"{path} does not exist", str(path))])
@@ -186,11 +186,11 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
     ]
     if ranks not in rates:
         counts = " or ".join(map(str, rates))
-        message, hint = f"{path} was measured on {counts} devices, not {ranks}", f"use --nproc {counts}"
+        message, hint = f"the number of devices in {path} is {counts}, not {ranks}", f"use --nproc {counts}"
         issues.append(Issue("--nproc", "conflict", message, ranks, "--from", hint))
     rate = rates.get(ranks)
     if not issues and not rate:
-        issues = [Issue("--from", "missing", f"{path} contains no tokens/s", str(path))]
+        issues = [Issue("--from", "missing", f"{path} contains no measured tokens/s", str(path))]
     if issues:
         raise ConfigError(issues)
     return Rate(rate or 0.0, math.exp(MIN_SPREAD), "measured", note)

@@ -22,8 +22,8 @@ EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
 BASINS = 3  # L-BFGS refines this many of the local minima on the grid of exponents
 SECOND_BASIN = 1.10  # minima up to this multiple of the lowest summed Huber loss are reported
-DRAWS = 100  # resampled fits per interval
-MANY_BUDGETS = 6  # minimum number of budgets for resampling the budgets too
+DRAWS = 100  # number of resampled fits
+MANY_BUDGETS = 6  # if there are at least this many budgets, they are resampled too
 
 
 def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Frontier:
@@ -32,8 +32,8 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
     budgets = [run.budget_flops for run in runs]
     groups = [np.flatnonzero(np.equal(budgets, budget)) for budget in sorted(set(budgets))]
     if len(runs) < MIN_RUNS or len(groups) < MIN_BUDGETS:
-        counts = f"{count_of(len(runs), 'run')} of {count_of(len(groups), 'budget')}"
-        message = f"{counts}; a fit needs at least {MIN_RUNS} runs of {MIN_BUDGETS} budgets"
+        counts = f"{count_of(len(runs), 'run')} at {count_of(len(groups), 'budget')}"
+        message = f"{counts}; a fit needs at least {MIN_RUNS} runs at {MIN_BUDGETS} budgets"
         raise ConfigError([Issue("RUNS", "missing", message, len(runs))])
     flops = float(np.median([run.budget_flops / (run.parameters * run.tokens) for run in runs]))
     logs = np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
@@ -103,7 +103,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Minimise the summed Huber loss / HUBER^2 over the five constants. Return the minimum and the law."""
+    """Find the five constants that minimise summed Huber loss / HUBER^2; return the minimum and the law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]
@@ -114,7 +114,7 @@ def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]
         shares = np.exp(terms - fitted)
         slope = np.clip(fitted - loss, -HUBER, HUBER)
         gradient = np.concatenate([shares @ slope, -(shares[1:] * sizes) @ slope])
-        # a mean would have gradients so small that the search stops early (arXiv 2404.10102)
+        # not the mean, whose gradients are so small that the search stops early (arXiv 2404.10102)
         return float(_huber(fitted - loss).sum()) / HUBER**2, gradient / HUBER**2
 
     exponents = np.array([start.a, start.b])
@@ -140,7 +140,7 @@ def _huber(residual: Floats) -> Floats:
 def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bool]]:
     """Fit a parabola in ln N to the losses of each budget's runs.
 
-    Returns {budget: (N at the minimum, True if the sizes that were run enclose this N)}. Omits budgets with
+    Returns {budget: (N at the minimum, True if the sizes of the runs enclose this N)}. Omits budgets with
     fewer than three sizes or without a minimum.
     """
     minima = {}

@@ -57,7 +57,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page for `data` of `planner_data`. `unit` and later parameters fill the input fields."""
+    """Render the page for `data` from `planner_data`. `unit` and later parameters fill the input fields."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

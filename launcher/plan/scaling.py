@@ -27,7 +27,7 @@ GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links wit
 BOUNDS = ("no stragglers", "perfect overlap")  # no setting achieves these; their gain is an upper bound
 ADAM_BYTES = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
-BACKWARD = 2 / 3  # share of a micro batch: each forward matmul causes two backward matmuls
+BACKWARD = 2 / 3  # share of a micro batch's time: each forward matmul causes two backward ones
 SOURCE_HINT = (
     "pass scaling.json from `bert-dp scale`, or --model with --seq-per-s and --micro (`bert-dp train CONFIG "
     "--dry-run --gpu NAME` estimates tokens/s; divide by data.sequence_length for sequences/s)"
@@ -119,7 +119,7 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
             f"ranks wait for the slowest; their speeds vary by {format_percent(source.spread)} (one sigma)",
-            f"overlap hides {format_percent(constant('overlap_gain'))} of what ideal overlap hides",
+            f"overlap hides {format_percent(constant('overlap_gain'))} of the time that ideal overlap hides",
         ],
         rows=rows,
         measured=[line for cell in source.cells if (line := _compared(source, spec, cell))],
@@ -138,8 +138,8 @@ def predict_measured(scaling: Scaling) -> Prediction | None:
 def scenario_of(
     source: PlanSource, spec: PlanSpec, ranks: int, tensor: int = 1, accumulation: int = 1
 ) -> Scenario:
-    """Return the scenario of one row. Without --link, it uses the all-reduce times measured over one number
-    of ranks: the smallest that is at least `ranks`, or else the largest."""
+    """Return the scenario of one row. Without --link, it contains the all-reduce times measured over the
+    smallest number of ranks that is at least `ranks` or, if there is none, over the largest number."""
     curve = None
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
@@ -165,7 +165,7 @@ def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
 
 
 def levers(profile: StepProfile, scenario: Scenario) -> list[models.Lever]:
-    """Return the gain from each change, largest first: tokens/s with the change / tokens/s without it - 1. A
+    """Return the relative gain in tokens/s from each change, largest first (0.1: 10 % more tokens/s). A
     larger micro batch is assumed to take the same time per sequence."""
     if scenario.ranks == 1:
         return []
@@ -282,10 +282,10 @@ def find_source(
     gpu: str | None,
     accumulation: int,
 ) -> PlanSource:
-    """Return the source that the options name: a measured file or a given rate. Raises ConfigError."""
+    """Return the source selected by the options: a file of measurements or a rate. Raises ConfigError."""
     if path is not None:
         rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
-        message = "cannot be combined with --from, a measured file"
+        message = "cannot be combined with --from, which gives a measured speed"
         if issues := [Issue(o, "conflict", message, v, "--from") for o, v in rate.items() if v is not None]:
             raise ConfigError(issues)
         try:
@@ -305,7 +305,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     notes = [f"profile of {profile.device}, {profile.precision}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
-        # the measured step includes data loading and logging
+        # unlike the profile, the measured step includes data loading and logging
         micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
         profile = step_model.with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
         notes.append(f"one rank's step time is measured: {alone.step_s:.4g} s (cell {alone.id})")
@@ -451,7 +451,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
         models.compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
-    text = f"Do not use this prediction: it is outside the measured interval of {', '.join(wrong)}."
+    text = f"Do not use this prediction: it lies outside the measured interval of {', '.join(wrong)}."
     verdicts = [Verdict("warn", text)] if wrong else []
     return Report(
         "bert-dp: predicted scaling",

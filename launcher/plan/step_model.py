@@ -1,9 +1,9 @@
 """Predict the step time of N ranks from the profile of one rank and the links between them.
 
-    step = (accumulation x micro batch + optimizer) x slowest rank + exposed communication
+    step = (accumulation x micro batch + optimizer) x factor of the slowest rank + exposed communication
 
-The functions are pure and use seconds and bytes; docs/definitions.md lists every equation. The model assumes
-the messages that `bert_dp/parallel` sends. hardware.yaml lists the GPUs, links, latencies and constants.
+The functions are pure; units are seconds and bytes. docs/definitions.md lists every equation. The model
+covers the messages that `bert_dp/parallel` sends. hardware.yaml lists GPUs, links, latencies and constants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # default bucket sizes of torch's DDP
-PLATEAU = 1.9  # latency factor of multi-node rings for large messages, protocol Simple (NCCL tuning.cc)
+PLATEAU = 1.9  # latency factor of multi-node rings for large messages with protocol Simple (NCCL tuning.cc)
 TREE_SHARE = 0.9  # bandwidth of a tree / bandwidth of a ring (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # all-reduces of activations per block: two forward, two backward (arXiv 1909.08053)
 ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # bytes per value; 4 in other precisions
@@ -82,7 +82,7 @@ def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
 
 
 def interpolate(x: float, points: Mapping[float, float]) -> float:
-    """Interpolate `points` (x -> y) linearly in log-log space. Extrapolate from the nearest two points."""
+    """Interpolate `points` (x -> y) linearly in log-log space, or extrapolate from the nearest two points."""
     known = sorted(points)
     i = min(max(bisect.bisect_left(known, x), 1), len(known) - 1)
     low, high = known[i - 1], known[i]
@@ -92,13 +92,13 @@ def interpolate(x: float, points: Mapping[float, float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceCurve:
-    """Measured all-reduce times over `ranks` ranks; `points` maps bytes to seconds."""
+    """Measured times of all-reduces over `ranks` ranks; `points` maps their bytes to seconds."""
 
     ranks: int
     points: Mapping[float, float]
 
     def seconds(self, size: float) -> float:
-        """Interpolate the time: constant below the measured sizes, proportional to `size` above them."""
+        """Interpolate the time. Below the measured sizes it is constant; above, proportional to `size`."""
         least, greatest = min(self.points), max(self.points)
         if size <= least:
             return self.points[least]
@@ -112,15 +112,15 @@ class Fabric:
     """Links between ranks. Ranks fill one node after another.
 
     A ring over the GPUs of several nodes enters and leaves each node once, through all NICs of the node, so
-    bus bandwidth = min(link within the node, sum of the NICs). The bandwidth, the latencies and the choice of
-    the faster of ring and tree follow NCCL's tuning model (src/graph/tuning.cc).
+    bus bandwidth = min(link within the node, sum of the NICs). The bandwidth, the latencies and the choice
+    between ring and tree follow NCCL's tuning model (src/graph/tuning.cc).
     """
 
     gpus_per_node: int
     intra: LinkSpec | None  # None if unknown but faster than `inter`
     inter: LinkSpec | None = None
-    nics: float = 1  # per node
-    curve: AllReduceCurve | None = None  # replaces `intra` within one node
+    nics: float = 1  # NICs per node
+    curve: AllReduceCurve | None = None  # used instead of `intra` if one node holds all ranks
     speed: float = 1.0  # multiplies every bandwidth and divides the times of `curve`
 
     def nodes(self, ranks: int) -> int:
@@ -136,15 +136,15 @@ class Fabric:
 
     def replicas(self, tensor: int) -> Fabric:
         """Return the part of the fabric that one gradient reduction can use. A replica consists of `tensor`
-        neighbouring ranks. A reduction includes only one of them, and `tensor` reductions share the NICs."""
+        neighbouring ranks. A reduction includes one rank per replica; `tensor` reductions share the NICs."""
         per_node = max(1, self.gpus_per_node // tensor)
         return dataclasses.replace(self, gpus_per_node=per_node, nics=self.nics / tensor)
 
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
         """Return the seconds that a collective of `size` bytes per rank takes.
 
-        Uses `curve`, if set, within one node, and otherwise the fastest protocol and algorithm. "rooted" is a
-        reduce to one rank or a broadcast from one rank along a chain that sends each byte once over each hop.
+        Ranks of one node use `curve`, if set. Otherwise the fastest protocol and algorithm apply. "rooted" is
+        a reduce to one rank or a broadcast from one rank along a chain that sends each byte once per hop.
         """
         if ranks <= 1 or size <= 0:
             return 0.0
@@ -186,12 +186,12 @@ class Scenario:
     engine: str = "ddp"  # ddp, zero1 or fsdp
     tensor: int = 1
     accumulation: int = 1
-    spread: float = 0.0  # standard deviation / mean of the ranks' speed; ranks wait for the slowest
-    slowdown: float = 1.0  # factor on compute time if all devices are busy: 1 / ceiling efficiency
+    spread: float = 0.0  # relative standard deviation of the ranks' speeds; all wait for the slowest
+    slowdown: float = 1.0  # factor on compute time when all devices are busy: 1 / the ceiling efficiency
     bucket_bytes: float = BUCKET
     first_bucket: float | None = FIRST_BUCKET
     sent_bytes: float = math.inf  # maximum bytes sent per gradient element
-    overlap: bool = True  # True: reduce during the backward pass; False: one bucket after it
+    overlap: bool = True  # True: reduce during the backward pass; False: reduce all in one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
     """Communication time that overlap hides / time that ideal overlap would hide."""
 
@@ -229,12 +229,12 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
 
 
 def slowest(ranks: int, spread: float) -> float:
-    """Return the expected maximum of `ranks` normal step times relative to their mean (Blom 1958)."""
+    """Return the expected maximum of `ranks` normally distributed step times / their mean (Blom 1958)."""
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return the profile with its micro batch scaled to `micro_s` seconds. `micro_batch`: its new size."""
+    """Return the profile as if a micro batch took `micro_s` seconds. `micro_batch`: its new size, if any."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
@@ -251,7 +251,7 @@ def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
 def layer_gradients(
     model: ModelConfig, parameters: int, width: float, backward_s: float
 ) -> list[MeasuredGradient]:
-    """Estimate the sizes of a model's gradients and when they are ready. `width`: bytes per element.
+    """Estimate the sizes and ready times of a model's gradients. `width`: bytes per element.
 
     The gradients of the blocks are ready at equal intervals in the backward pass. The embedding's gradient,
     which covers all remaining `parameters`, is ready last, because the decoder is tied to the embedding.
@@ -283,7 +283,7 @@ def exposed_s(profile: StepProfile, scenario: Scenario) -> float:
 
 
 def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
-    """Return the exposed seconds of a step's gradient reduction and, for ZeRO-1, its broadcast of weights."""
+    """Return the exposed seconds of a step's gradient reduction and, with ZeRO-1, weight broadcast."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     kind: Collective = "rooted" if scenario.engine == "zero1" else "all_reduce"
     width = min(1.0, scenario.sent_bytes / profile.width) / t
@@ -331,7 +331,7 @@ def outlast(
     """Return the exposed seconds of reductions that overlap with the backward pass.
 
     Each reduction starts when its bucket is ready and the previous reduction is done. Overlap hides only the
-    share `gain` of the time that it could hide. `duration`: bytes -> seconds of a reduction.
+    share `gain` of the time that it could hide. `duration` maps a reduction's bytes to seconds.
     """
     end = total = 0.0
     for size, ready in buckets:
@@ -368,7 +368,7 @@ def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
     t, blocks = scenario.tensor, profile.num_layers
     numbers = profile.micro_batch * profile.sequence_length * profile.hidden_size
     once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
-    # the backward all-reduces overlap with the weight gradients, half of a block's backward time
+    # the backward all-reduces overlap with the weight gradients, which take half of a block's backward time
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
     return blocks * (TENSOR_REDUCTIONS * once - hidden) + once  # one more for the embedding lookup

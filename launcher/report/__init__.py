@@ -1,1 +1,1 @@
-"""Build reports of results, and render them on the console or as HTML pages."""
+"""Build reports on results, and render them on the console or as HTML pages."""

@@ -12,7 +12,7 @@ from launcher.report.page import Axis, Bars, Figure, Line, ReferenceLine
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
-LABEL_CHARS, TITLE_CHARS = 30, 60  # maximum length of a label and of an axis title
+LABEL_CHARS, TITLE_CHARS = 30, 60  # maximum lengths of labels and axis titles
 # in pixels: heights of a line plot, a row of bars and a legend line; margins above and below the plot
 HEIGHT, ROW_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
@@ -149,7 +149,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Return the shapes of the horizontal lines. A label is above its line, unless no value is higher."""
+    """Return the horizontal lines' shapes. A label is above its line, or below it if no value is higher."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # written directly after the SI prefix; other units follow a space
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units that follow the SI prefix directly; others follow a space
 HUGE = 1e300  # quotients of numbers above this, or below its inverse, may overflow
 
 
 def number(value: object) -> float | None:
-    """Convert a number to a float; magnitudes below 1 / HUGE become 0. Returns None if the magnitude is above
+    """Convert a number to a float; magnitudes below 1 / HUGE become 0. Return None if the magnitude is above
     HUGE, or if `value` is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
@@ -50,11 +50,11 @@ def _scaled(scale: float, digits: str, unit: str = "") -> Callable[[object], str
 
 format_count = _scaled(1, ",.0f")  # an integer with thousands separators
 format_gib = _scaled(1, ".2f", " GiB")  # memory given in GiB
-format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 as a percentage
+format_percent = _scaled(100, ".1f", " %")  # a fraction, shown as a percentage
 format_change = _scaled(100, "+.1f", " %")  # a relative change, with its sign: `+4.2 %`
 format_points = _scaled(100, ".1f")  # a score up to 1, multiplied by 100 as in GLUE tables
 format_decimals = _scaled(1, ".4f")  # an accuracy, a correlation, or an error whose unit is given elsewhere
-format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy, per predicted token
+format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy
 format_lr = _scaled(1, ".2e")  # a learning rate
 
 

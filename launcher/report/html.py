@@ -48,7 +48,7 @@ def render(template: str, script: str, library: str = "", **values: Any) -> str:
     page: str = _template(template).render(
         policy=policy, start=START, style=_read("page.css"), script=own, **values
     )
-    # Jinja would make one more copy of the library (10 MB); it escapes "<", so no value contains "<library>"
+    # Jinja would copy the library (10 MB) once more. It escapes "<", so only the template has "<library>"
     return page.replace("<library>", library)
 
 

@@ -52,7 +52,7 @@ class TableCell:
 class TableRow:
     label: str
     cells: Sequence[TableCell]
-    topic: str = ""  # heading above the first row of this topic
+    topic: str = ""  # shown as a heading above the topic's first row
     console: bool = True  # False: shown only on the page
 
 
@@ -84,7 +84,7 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
-    colour: int | None = 0  # index in the palette; None: grey
+    colour: int | None = 0  # index into the palette; None: grey
     style: Style = "line"
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
@@ -109,7 +109,7 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal or vertical reference line. The legend lists only the vertical ones."""
+    """A horizontal or vertical reference line. The legend lists only vertical lines."""
 
     label: str
     value: float
@@ -149,12 +149,12 @@ class ReportSection:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Report of a command: title, verdicts, tables and figures."""
+    """Report on the result of a command: title, verdicts, tables and figures."""
 
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
-    tiles: Sequence[TableRow] = ()  # rows with one value; the page highlights them
+    tiles: Sequence[TableRow] = ()  # rows with one value each, highlighted on the page
     sections: Sequence[ReportSection] = ()
     next: str = ""  # suggested next command
 
@@ -171,18 +171,18 @@ def value(label: str, number: object, unit: Unit, note: str = "", *, console: bo
 
 
 def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
-    """Return a table row with a label and a text."""
+    """Return a table row with a label and text."""
     return TableRow(label, (TableCell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Split points into x and y. Omit points whose x is not a number. A y that is no number becomes None."""
+    """Split points into x and y. Omit points whose x is not a number; a y that is not one becomes None."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def first_line(text: object) -> str:
-    """Return the first non-empty line of a text, or "cause not recorded" if it is empty."""
+    """Return the first non-empty line of a text, or "cause not recorded" if there is none."""
     return next((line for line in str(text or "").strip().splitlines() if line), "cause not recorded")
 
 
@@ -193,7 +193,7 @@ def record(title: str, content: Mapping[str, Any]) -> ReportSection:
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Join `front` (texts) with the recorded processor, torch version, commit and date. Omit unknown ones."""
+    """Join `front` and the recorded processor, torch version, commit and date, omitting what is unknown."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]
@@ -215,11 +215,11 @@ def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
 
 
 def status_verdicts(result: Measurement) -> list[Verdict]:
-    """Return a verdict if the measurement failed or is partial, else []."""
+    """Return one verdict if the measurement failed or is partial, else []."""
     if result.status == "failed":
         return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
-        return [Verdict("warn", "Partial: stopped early; the same command resumes the measurement.")]
+        return [Verdict("warn", "Partial: the measurement stopped early; the same command resumes it.")]
     return []
 
 
@@ -265,7 +265,7 @@ class Ratio(Quantity):
 def at(part: object, path: str) -> Any:
     """Look up a dotted path of fields, keys and interval ends, e.g. `step_time_s.ci95.low`.
 
-    Return None if a value on the path is None. For the lists `repeats` and `runs`, return their length.
+    Return None if a value on the path is None. For the lists at `repeats` and `runs`, return the length.
     """
     for key in path.split("."):
         if part is None:

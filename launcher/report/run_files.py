@@ -1,4 +1,4 @@
-"""Read the files of a run, complete or crashed. Missing, truncated and damaged files are tolerated."""
+"""Read the files of a run, even of one that crashed. Tolerate missing, truncated and damaged files."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # no overlap; TRAIN_PARTS are parts of `train`
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # wall time is their sum; `train` has TRAIN_PARTS
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
 NUM_STRETCHES = 500  # a long log is split into this many parts; at most five lines of each are kept
 
@@ -36,7 +36,7 @@ class RunFiles:
     config: dict[str, Any]
     environment: dict[str, Any]
     missing: list[str]  # descriptions of missing and damaged files
-    heldout: HeldOut  # scores of the last evaluation, and the denominator of its loss
+    heldout: HeldOut  # results of the last evaluation
     training_unit: str  # unit of the training loss
     prediction: Mapping[PredictedName, PlannedFigure]  # figures predicted by `bert-dp plan`
 
@@ -125,7 +125,7 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
             return Summary.model_validate(data)
         except ValidationError as error:
             problem = f"damaged ({problem_lines(error)[0]})"
-    missing.insert(0, f"summary.json is {problem}: numbers come from the last lines of the logs")
+    missing.insert(0, f"summary.json is {problem}: the numbers come from the last lines of the logs")
     return None
 
 
@@ -148,7 +148,7 @@ def _logged(
     config: Config | None,
     environment: Mapping[str, Any],
 ) -> Summary:
-    """Build a summary without summary.json, from the other files of the run."""
+    """Build a summary from the files of the run other than summary.json."""
     last, newest = metrics[-1] if metrics else {}, evals[-1] if evals else None
     known: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     known["final_loss"] = last.get("loss")

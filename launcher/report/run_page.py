@@ -1,4 +1,4 @@
-"""Build the report of one run or the comparison of several. Notes give the denominator or scope of values."""
+"""Build the report on one run, or compare several. The note beside a value gives its denominator or scope."""
 
 import collections
 import contextlib
@@ -47,7 +47,7 @@ def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
     """Return the half-width of the held-out loss's 95 % interval, in the loss's unit; None if not measured.
 
     `seeds`: if the loss is a mean over runs, the losses of these runs on the same text. The error due to the
-    choice of text and the error of the mean over runs are independent, so they are added in quadrature.
+    choice of text and that due to differences between runs are independent, so they are added in quadrature.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -62,17 +62,17 @@ def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ())
 
 
 def loss_in(unit: str, loss: float | None) -> str:
-    """Format a loss in nats or another unit."""
+    """Format a loss that is given in `unit`."""
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
 def basis_of(heldout: HeldOut) -> str:
-    """Format the denominator of the loss: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
+    """Format the denominator of the loss: `4,096 masked tokens in 216 sequences, 15.0 % masked`."""
     if heldout.examples is not None:
         return count_of(heldout.examples, "example") if heldout.examples else "held-out examples"
     if heldout.masked_tokens is None:
         return "held-out masked tokens"
-    sequences = f" of {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""
+    sequences = f" in {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""
     rate = f", {format_percent(heldout.mask_rate)} masked" if heldout.mask_rate else ""
     return f"{format_count(heldout.masked_tokens)} masked tokens{sequences}{rate}"
 
@@ -92,16 +92,16 @@ def score_name(name: str, heldout: HeldOut) -> str:
     return name + average
 
 
-HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput tokens.*|.* peak memory")
-"""Rows that a run's page highlights: a pattern for a row's topic and label, joined by a space."""
+HEADLINES = re.compile(r"Outcome (dev.*/accuracy|held-out loss)|Throughput token rate.*|.* peak memory")
+"""Pattern of the rows that a run's page highlights. It matches a row's topic and label, joined by a space."""
 MAX_PASSES = 4  # up to this many passes, repeated text is worth almost as much as new text (arXiv 2305.16264)
 SPLIT_PARTS = ("setup", "compile", *TRAIN_PARTS, "other", "eval", "save")
 SPLIT = {part: TRAIN_PARTS.get(part, part) for part in SPLIT_PARTS}
-"""Labels of the parts of the wall time, in order. Training is replaced by its parts."""
+"""Parts of the wall time, in display order, with their labels. Training is split into its own parts."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> page.Report:
-    """Report one run directory or compare several. Directories of crashed runs are accepted."""
+    """Report on one run directory or compare several. Directories of crashed runs are accepted."""
     runs = [load(run_dir) for run_dir in run_dirs]
     names = [run.name for run in runs]
     for i, run in enumerate(runs):
@@ -130,7 +130,7 @@ def of_directories(run_dirs: Sequence[Path]) -> page.Report:
 
 
 def _next(run: RunFiles) -> str:
-    """Suggest a command: export a finished run, halve a diverged run's learning rate, or resume the run."""
+    """Suggest exporting a finished run, halving a diverged run's learning rate, or resuming any other run."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
         if run.config.get("task"):  # an export would need the custom task's code, but only `train` runs it
@@ -160,10 +160,10 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
         cause = page.first_line(summary.failure.headline() if summary.failure else None)
         return "fail", f"Failed after {step} (exit code {summary.exit_code}): {cause}"
     if summary.status == "stopped":
-        saved = " after a checkpoint" if summary.checkpoint else ""
+        saved = ", after saving a checkpoint" if summary.checkpoint else ""
         names = {s.value: s.name for s in signal.Signals}
         by = names.get(summary.signal, f"signal {summary.signal}") if summary.signal else "a signal"
-        return "warn", f"Stopped by {by}{saved} at {step}."
+        return "warn", f"Stopped by {by} at {step}{saved}."
     if (scores := scores_text(measured)) is not None:
         result = f"{scores} on {basis_of(measured)}."
     elif (loss := summary.heldout_loss) is None:
@@ -173,14 +173,14 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
         if entropy is not None:
             result += f" (a context-free model: {format_nats(entropy)})"
         useless = entropy is not None and loss >= entropy
-        result += ", which is no better than word frequencies; train longer." if useless else "."
+        result += ". The model predicts no better than word frequencies do; train longer." if useless else "."
     if measured.one_class:
-        result += f" Every example of {', '.join(measured.one_class)} is assigned the same class."
+        result += f" Every example in {', '.join(measured.one_class)} is assigned the same class."
     return "warn" if measured.one_class else "ok", f"Done after {step}: {result}"
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Warn of MAX_PASSES or more passes over the training text, unless it is the built-in corpus."""
+    """Warn if a language model saw its text at least MAX_PASSES times, unless that is the built-in corpus."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
@@ -188,7 +188,7 @@ def _repeats(run: RunFiles) -> list[str]:
     tokens = format_si(run.summary.tokens, "tokens")
     return [
         f"{format_count(passes)} passes over the training data, {tokens} in total; beyond "
-        f"{MAX_PASSES} passes, new text helps more."
+        f"{MAX_PASSES} passes, new text helps more than further passes."
     ]
 
 
@@ -205,7 +205,7 @@ CURVES = (
     ("Gradient norm", "grad_norm", Axis("L2 norm of the step's gradient, before clipping")),
     ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
 )
-"""Figures over tokens, other than the loss: title, key in metrics.jsonl and y axis."""
+"""Figures other than the loss, with tokens on the x axis: (title, key in metrics.jsonl, y axis)."""
 
 
 def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
@@ -269,7 +269,7 @@ def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
 def _split(summary: Summary) -> dict[str, float]:
     """Return the seconds of each known part of the wall time, with training split into its parts."""
     seconds = dict(summary.time_s)
-    if seconds:  # the parts may exceed `train`, because host and device times overlap slightly
+    if seconds:  # the parts may add up to more than `train`: host and device times overlap slightly
         named = sum(seconds.get(part, 0.0) for part in TRAIN_PARTS)
         seconds["other"] = max(0.0, seconds.get("train", 0.0) - named)
     return {part: seconds[part] for part in SPLIT if part in seconds}
@@ -279,7 +279,7 @@ def _split(summary: Summary) -> dict[str, float]:
 
 
 def _numbers(runs: Sequence[RunFiles]) -> page.Table:
-    """Return a table with a column per run. Rows are joined by label, because failed runs have extra rows."""
+    """Return a table, one column per run. Rows are matched by label, because failed runs have extra rows."""
     rows = []
     for topic, rows_of in TOPICS.items():
         columns = [{row.label: row for row in rows_of(run)} for run in runs]
@@ -346,7 +346,7 @@ def _measured_at(summary: Summary) -> str:
 
 
 def _since(summary: Summary) -> str:
-    """Format the step from which rates, times and memory are counted; "" if they cover the whole run."""
+    """Format the step from which rates, times and memory are measured; "" if they cover the whole run."""
     return f", since step {format_count(summary.since_step)}" if summary.since_step else ""
 
 
@@ -417,7 +417,7 @@ def _rates(run: RunFiles) -> list[TableRow]:
         rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
     peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     known = "" if summary.mfu is not None else " (unknown)"
-    return [*rows, value("MFU", summary.mfu, "percent", f"model FLOP/s / {peak}{known}")]
+    return [*rows, value("MFU", summary.mfu, "percent", f"model FLOP/s divided by the {peak}{known}")]
 
 
 def _times(run: RunFiles) -> list[TableRow]:
@@ -534,7 +534,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
 
 
 def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
-    """Return a section of the settings that differ, and one that ranks each group of comparable runs."""
+    """Return a section with the settings that differ, and a section that ranks comparable runs by group."""
     groups = _comparable(runs)
     settings, rows = [flat(run.config) for run in runs], []
     for key in sorted({key for setting in settings for key in setting}):
@@ -591,7 +591,7 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        # the mean differs from b - a if a file and its summary come from different evaluations
+        # the mean difference is not b - a if a run's file and summary come from different evaluations
         if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"

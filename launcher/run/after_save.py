@@ -65,7 +65,7 @@ class AfterSave:
                 self._log(f"warning: the --after-save command cannot start: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint and its mtime (ns), or None. A step saved again gets a new mtime."""
+        """Return the newest checkpoint and its mtime (ns), or None. Saving a step again changes its mtime."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns

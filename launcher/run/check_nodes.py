@@ -13,14 +13,14 @@ from launcher.machine.environment import existing
 from launcher.run import peers
 from launcher.run.nodes import Place
 
-LINK_S = 90.0  # limit for one measurement, including imports
-MAX_CLOCK_S = 1.0  # largest clock difference without a warning
-SILENT_S = 30.0  # a launcher that sends no message for this time counts as lost
+LINK_S = 90.0  # time limit for one measurement, including imports
+MAX_CLOCK_S = 1.0  # a larger clock difference, beyond the measurement error, causes a warning
+SILENT_S = 30.0  # a launcher that sends no message for this long counts as lost
 
 
 def check(place: Place, run_dir: Path, data: Path | None, log: Log) -> tuple[list[Finding], int]:
     """Check the nodes. Return (findings, 0) on node 0, and ([], node 0's exit code) on the other nodes.
-    Raise ConfigError if a node is missing, versions or data differ, or the nodes share no directory."""
+    Raise ConfigError if a node is missing, versions or data differ, or `run_dir` is not shared."""
     directory = existing(run_dir.resolve())
     hello = peers.hello_of(job.load("quickstart", [], run_dir), place, 1)
     data_hash = read_manifest(data).hash if data else ""

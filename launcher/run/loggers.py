@@ -1,9 +1,9 @@
 """Send a run's records to TensorBoard, Weights & Biases, MLflow or trackio.
 
 Each service has its own child process, `python -m launcher.run.loggers RUN SERVICE`. The child runs until the
-launcher exits or closes the child's standard input. It prints lines for the user. The output of the service's
-library goes to logs/loggers.log. The exit code of a child is 0 if it sent everything, INCOMPLETE if it
-printed a warning.
+launcher exits or closes the child's standard input. The launcher shows the lines that the child prints; the
+output of the service's library goes to logs/loggers.log. A child exits with code 0 if it sent everything, or
+INCOMPLETE if it printed a warning.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from launcher.log import Log
 from launcher.run.processes import stop_signals
 
 INCOMPLETE = 3  # exit code of a child that printed a warning
-SERVICES_S = 8.0  # limit for all services to finish after the run
+SERVICES_S = 8.0  # time limit for all services to finish after the run
 POLL_S = 1.0  # interval at which a child reads new records
 WAIT_S = 0.02  # interval at which the launcher checks for exited children
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
-MLFLOW_PARAMS = 100  # maximum number of parameters in a request
+MLFLOW_PARAMS = 100  # maximum number of parameters per request
 MLFLOW_CHARACTERS = 6000  # MLflow's limit for a parameter value; also used for tags, whose limit is 8000
 # record file -> (prefix added to its keys, keys that are not sent)
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
@@ -77,7 +77,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input. Kill children that still run after the time limit or a stop signal."""
+        """Close the children's input. Kill those still running after the time limit or a stop signal."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
@@ -102,7 +102,7 @@ class Loggers:
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
-    """Send all records of a run to each service, as a new run there. Return `Loggers.exit_code`."""
+    """Send all records of a run to each service as a new run. Return `Loggers.exit_code`."""
     with Loggers(run_dir.resolve(), names, log, wait=True) as loggers:
         pass
     return loggers.exit_code
@@ -139,7 +139,7 @@ def main(run_dir: Path, service: str) -> int:
 
 
 def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log: Log) -> None:
-    """Send the settings, each new record, and finally the summary. Errors of the service are raised.
+    """Send the settings, each new record, and finally the summary. Errors from the service propagate.
     `wait_for_end(seconds)` waits for `seconds` or until the run ends, and returns whether it has ended."""
     config = flat(read_yaml(run_dir / "config.yaml"))
     settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
@@ -149,7 +149,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
     readers = [StepReader(run_dir / file) for file in RECORDS]
     is_over = False
     while not is_over:
-        is_over = wait_for_end(POLL_S)  # before reading, so that the last lines are sent too
+        is_over = wait_for_end(POLL_S)  # checked before reading, so that the last lines are sent too
         # metrics.jsonl is read first; evals.jsonl then contains every evaluation up to the last step read
         for step, values in sorted((row for reader in readers for row in reader.rows()), key=itemgetter(0)):
             writer.write(step, values)

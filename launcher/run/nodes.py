@@ -73,7 +73,7 @@ def find_place(
         message, hint = f"{rank} is out of range for {nodes} nodes", f"use 0 to {nodes - 1}"
         raise refusal("--node-rank", "out_of_range", message, hint, rank)
     if not endpoint:
-        raise refusal("--rendezvous", "missing", needed, "pass HOST:PORT of node 0")
+        raise refusal("--rendezvous", "missing", needed, "pass the HOST:PORT of node 0")
     address, port = _resolve(endpoint)
     return Place(nodes, rank, address, port, _interface(interface, address), manager.nproc)
 
@@ -123,7 +123,7 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
 
 
 def _resolve(endpoint: str) -> tuple[str, int]:
-    """Return the IP address and the port of HOST:PORT. Raise ConfigError if other nodes cannot use them."""
+    """Return the IP address and port of HOST:PORT. Raise ConfigError if it is invalid, unknown or local."""
     host, _, port = endpoint.rpartition(":")
     hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

@@ -1,4 +1,4 @@
-"""Connect the launchers of a multi-node run. Node 0's launcher is the coordinator, the others are members.
+"""Connect the launchers of a multi-node run. Node 0's launcher is the coordinator; the others are members.
 
 Each member exchanges lines of JSON with the coordinator over a TCP connection to the rendezvous address. To
 prove that it can read the run directory, it uses a secret stored there. Messages are not encrypted, because
@@ -34,11 +34,11 @@ from launcher.watch import hangs
 from launcher.watch.failure import RanksEnded, first_line
 
 BEAT_S = 1.0  # interval between `beat` messages
-ARRIVE_S = 120.0  # limit for all launchers to connect
-ADMIT_S = files.STALE_S + 2.0  # limit for a launcher to prove that it sees the shared directory
-REFUSE_S = 10.0  # time for late launchers to connect after a refusal, so that they report it too
+ARRIVE_S = 120.0  # time limit for all launchers to connect
+ADMIT_S = files.STALE_S + 2.0  # time limit for a launcher to prove that it sees the shared directory
+REFUSE_S = 10.0  # time limit for late launchers to connect after a refusal, so that they report it too
 SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
-ENDING_S = 20.0  # limit for a member to kill its ranks and report their exits
+ENDING_S = 20.0  # time limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26  # maximum size of a message
 SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")  # name of the file that contains the secret
 
@@ -57,9 +57,9 @@ class Link:
     """Connection to another launcher. One thread reads; another sends a `beat` with `status` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: time without a message after which the other launcher is lost (minimum: SUSPENDED_S)."""
+        """`limit_s`: silence after which the other launcher counts as lost (minimum: SUSPENDED_S)."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # ms a send may block if the link is cut and the buffer is full; the kernel's limit is 2**31 - 1
+        # how many ms a send may block if the link is cut and the buffer is full; the kernel allows 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
@@ -95,7 +95,7 @@ class Link:
             raise ConnectionError("closed")
         message = files.parse_json(line)
         if not isinstance(message, dict) or "kind" not in message:
-            raise ValueError("not a message of a launcher")
+            raise ValueError("not a message from a launcher")
         return message
 
     def silent_s(self) -> float:
@@ -103,7 +103,7 @@ class Link:
         return (self.closed_s or time.monotonic()) - self.heard_s
 
     def lost(self, name: str) -> str | None:
-        """Return the reason why the other launcher is lost, or None. `name`: name of its node."""
+        """Return why the other launcher counts as lost, or None if it does not. `name`: name of its node."""
         if (silent_s := self.silent_s()) >= self._limit_s:
             return f"{name} is lost: no message for {silent_s:.0f} s; the machine or the link has failed"
         return f"{name} is lost: its launcher has exited" if self.closed_s else None
@@ -168,7 +168,7 @@ def _differences(first: Message, other: Message) -> list[Issue]:
     kinds = {True: "GPUs", False: "CPU cores"}
     hints = {
         "--nnodes": "pass the same number on every node",
-        "run.device": "use run.device=cpu on every node, or only nodes with visible GPUs",
+        "run.device": "use run.device=cpu on every node, or use only nodes with visible GPUs",
     }
     differ = [
         ("--nnodes", first["nodes"], other["nodes"]),
@@ -413,13 +413,13 @@ class Coordinator:
             ahead_ns = message["now_ns"] - message["heard_ns"]
             ended[rank] = RanksEnded.model_validate(message["ended"], strict=False).by_clock(ahead_ns)
         for rank in self._members.keys() - ended:
-            self._members[rank].drop()  # its ranks must not join the next attempt
+            self._members[rank].drop()  # the node's ranks must not join the next attempt
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
         """Return the cause of a failed attempt, with the name of its node, and the node's number. If `cause`
         is None or only a consequence (`peer_gone`, `no_cause`), a lost node is the cause. If no node is lost,
-        the cause is `unknown` on node `failed_first`; if that is node 0, `cause` is not replaced."""
+        the cause is `unknown` on node `failed_first`, unless `failed_first` is 0; then `cause` is kept."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -492,7 +492,7 @@ class Member:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)
-            # node 0's last message may have just arrived
+            # node 0's last message may have only just arrived
             if self.lost() or (pending and not self.link.status):
                 return None if self._messages.empty() else self._messages.get()
 

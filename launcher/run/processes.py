@@ -30,10 +30,10 @@ from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2  # interval between checks of the ranks
-# after a failure, limits for ranks to exit, or to finish a save; torchrun's default limit to exit is 30 s
+# time limits for ranks after a failure: to exit, and to finish a save; torchrun allows 30 s by default
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0
-KILLED_S, KILLED_POLL_S = 10.0, 0.01  # limit for killed processes to exit, and interval between checks
-ONE_STOP_S = 0.5  # signals within this time count as one, because terminals and `timeout` send several
+KILLED_S, KILLED_POLL_S = 10.0, 0.01  # time limit for killed processes to exit; interval between checks
+ONE_STOP_S = 0.5  # signals within this time of the first count as one: terminals and `timeout` send several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def run(
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    with stop_signals() as pending:  # a signal must not prevent the writing of the summary
+    with stop_signals() as pending:  # a signal must not stop the summary from being written
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
             if watch is not None:
@@ -101,7 +101,7 @@ def run(
         errors = [error for each in by_node.values() for error in each.errors]
         exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
         output = "".join(each.said for each in by_node.values())
-        # time -> node, for nodes whose torchrun failed before any rank did and whose ranks recorded no error
+        # failure time -> node whose torchrun failed before any rank did and whose ranks recorded no error
         first_ns = next((rank_exit.time_ns for rank_exit in exits if rank_exit.code), math.inf)
         failed_ns = {
             each.failed_ns: k
@@ -235,7 +235,7 @@ def _follow(
                 signalled.add(worker)
                 send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers, start)
-        # this also applies after a stop signal, which kills a rank that has not installed its handler yet
+        # a stop signal may also cause a failure: it kills a rank that has not installed its handler yet
         if failed and not last_s:
             failed_s = time.monotonic()
             deadline = min(deadline or math.inf, failed_s + KILL_AFTER_FAILURE_S)
@@ -243,7 +243,7 @@ def _follow(
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return
-        if not failed:  # after a failure, nothing is displayed before its cause
+        if not failed:  # after a failure, display nothing until its cause is known
             on_poll()
         if watch is not None and (deadline is None or pending) and watch.poll(workers.by_rank()):
             return
@@ -277,7 +277,7 @@ def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: 
     summary, report a failure of the kind `stopped` instead."""
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
-    if summary is not None and summary.status != "failed":  # rank 0 wrote it after the last save
+    if summary is not None and summary.status != "failed":  # rank 0 wrote the summary after its last save
         return RunOutcome(summary.exit_code, None, stop)
     cause = cause or unknown
     by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in files.STOP_SIGNALS
@@ -303,7 +303,7 @@ def complete_summary(run_dir: Path, **facts: object) -> None:
     """Add to summary.json, if it exists, the facts that only the launcher knows."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
-        with contextlib.suppress(OSError):  # the disk is full; the console has reported this
+        with contextlib.suppress(OSError):  # the console reports a full disk anyway
             results.write(run_dir / "summary.json", summary.model_copy(update=facts))
 
 
@@ -321,7 +321,7 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 class Workers:
     """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once,
-    so that a worker's exit code is read while it is a zombie, before its parent reaps it."""
+    so that the exit code can be read while the worker is a zombie, before its parent reaps it."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size
@@ -374,7 +374,7 @@ def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _rank(child: psutil.Process) -> int | None:
-    """Return a worker's rank; None for another process, even if its arguments include a worker's command."""
+    """Return a worker's rank; None for any other process, even if its arguments hold a worker's command."""
     try:
         command = child.cmdline()
         module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
@@ -399,7 +399,7 @@ def send(worker: psutil.Process, number: int) -> None:
 
 
 def kill_tree(workers: Workers) -> None:
-    """Kill the launcher and all workers, which may outlive the launcher, and wait until they exit."""
+    """Kill the launcher and all workers, which may outlive it. Wait up to KILLED_S for them to exit."""
     tree = {*_tree(workers.launcher), *workers.present()}
     for member in tree:
         send(member, signal.SIGKILL)
@@ -411,7 +411,7 @@ def kill_tree(workers: Workers) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process runs. Zombies do not count: an orphan may stay a zombie for seconds."""
+    """Return whether a process is running. Zombies do not count: an orphan may stay a zombie for seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Implement a torchrun rendezvous that does not listen on all interfaces (handler `bert-dp-file`).
+"""Implement a torchrun rendezvous (handler `bert-dp-file`) that does not listen on all interfaces.
 
 torchrun's own backends (c10d, static, etcd) open a TCPStore that listens on all interfaces, even with
 --standalone. On one node, there is only one agent, so a FileStore is enough. On several nodes, node 0's agent
@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # limit for other agents to connect after all launchers have connected
+ARRIVE = datetime.timedelta(minutes=5)  # time for the other agents to connect, once all launchers have
 
 
 def handler_factory() -> Callable[[Any], Any]:
@@ -24,7 +24,7 @@ def handler_factory() -> Callable[[Any], Any]:
 
         def __init__(self, store: Store, run_id: str, node: int, nodes: int, host: str, port: int):
             super().__init__(host, port, node, nodes, run_id, timeout=0)
-            self._store = store  # otherwise the base class opens a store on all interfaces
+            self._store = store  # otherwise, the base class opens a store that listens on all interfaces
 
         def get_backend(self) -> str:
             return "bert-dp-file"

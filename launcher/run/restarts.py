@@ -16,7 +16,7 @@ from launcher.run import processes
 from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
-WITHOUT_PROGRESS = 3  # no restart after this many consecutive failures without a new checkpoint
+WITHOUT_PROGRESS = 3  # no restart after this many consecutive failures without a checkpoint of a later step
 
 Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
 
@@ -103,8 +103,8 @@ def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
-    """Return the largest number of ranks that can share the batch. It is less than `ranks` if GPUs were lost
-    or a rank was killed. Return `ranks` if no smaller number can share the batch."""
+    """Return the number of ranks for the restart. If GPUs were lost or a rank was killed, it is the largest
+    number of the remaining ranks that can share the batch. Otherwise, or if there is none, it is `ranks`."""
     gpus = len(environment.find_gpus()[0]) if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks
     if most == ranks and failure.killed_by is not None:

@@ -1,6 +1,6 @@
 """Build the command and environment with which torchrun, accelerate or deepspeed starts this node's workers.
 
-accelerate's default configuration, deepspeed's hostfile and variables of an outer launcher have no effect.
+accelerate's default configuration, deepspeed's hostfile, and an outer launcher's variables are all ignored.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from launcher.run.nodes import Place
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # see rendezvous.py; torchrun's own backends listen on all interfaces
-# prefixes of an outer launcher's variables, which are removed. torchrun reads PET_* as defaults of its
-# options, and some launchers do not overwrite the other variables
+# an outer launcher's environment variables with these prefixes are removed, because torchrun reads PET_* as
+# defaults of its options, and some launchers do not overwrite the others
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
@@ -31,7 +31,7 @@ class NodeStart:
 
     place: Place
     attempt: int
-    config: str  # text of config.yaml, because the node may not see the new file yet
+    config: str  # text of config.yaml, sent because the node may not see the new file yet
     store_port: int  # port of the ranks' store, served by node 0's torchrun
     first_rank: int  # global rank of this node's first rank
     store: socket.socket | None = None  # bound socket of the store on node 0; None on other nodes
@@ -42,10 +42,10 @@ class RankStart:
     """Parameters for starting the ranks of this node."""
 
     nproc: int  # ranks on this node
-    worker: Sequence[str]  # arguments of each worker, after its configuration file
+    worker: Sequence[str]  # arguments of each worker after the path of its configuration file
     launcher: str = "torchrun"
     on_gpu: bool = False
-    grace_s: float = 300.0  # limit for ranks to save and exit after a stop signal
+    grace_s: float = 300.0  # time limit for ranks to save and exit after a stop signal
     cores: Collection[int] | None = None  # cores shared by the workers; None = all usable cores
     node: NodeStart | None = None  # None = this node is the only one
 
@@ -96,9 +96,9 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
 
-    MULTI_GPU starts N ranks on CPUs too, whereas --cpu starts only one. For N = 1, accelerate accepts
-    MULTI_GPU only in a configuration file. If the port were in use, accelerate would select a rendezvous that
-    listens on all interfaces. Therefore, the port is 1, on which no process listens.
+    MULTI_GPU starts N ranks on CPUs too, whereas the option --cpu starts only one. For N = 1, accelerate
+    accepts MULTI_GPU only in a configuration file. If main_process_port were in use, accelerate would select
+    a rendezvous that listens on all interfaces. Therefore, it is set to 1, where no process listens.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -152,19 +152,19 @@ def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[st
     On one node, workers rendezvous through a file and use only the loopback interface. On several nodes, they
     use the node's interface and write heartbeats to the node's local disk.
 
-    Every rank keeps its last collectives in memory (torch's flight recorder). The user's settings of the
+    Every rank records its last collectives in memory (torch's flight recorder). The user's settings for the
     recorder take precedence. Desync debugging stays off, because it writes to the store at every collective.
     """
     cores, logs, node = len(os.sched_getaffinity(0)), run_dir / "logs", start.node
     environ = {
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives kept by each rank
+        "TORCH_FR_BUFFER_SIZE": "2000",  # number of collectives that each rank keeps
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ENABLE_TIMING": "1",  # otherwise, records do not show which collectives a GPU has started
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
         "OMP_NUM_THREADS": str(max(1, cores // start.nproc)),
         **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},
         "GLOO_SOCKET_IFNAME": node.place.interface if node else "lo",
-        "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # "=" requires the exact name
+        "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # "=" means an exact match
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
         # a batch system also signals torchrun, which must not kill a rank that is still saving
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(start.grace_s)),

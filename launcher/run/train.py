@@ -1,4 +1,4 @@
-"""Implement `bert-dp train`: check all inputs, write the run directory, start the ranks, show progress."""
+"""Implement `bert-dp train`: check all inputs, write the run directory, start the ranks and show progress."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to continue"
 ALLOWED_FILES = (".*", "slurm-*.out", "lost+found")  # files that the directory of a new run may contain
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
-MAX_ESTIMATE_RATIO = 1.25  # limit of estimate / available memory; it allows for the estimate's error
+MAX_ESTIMATE_RATIO = 1.25  # maximum ratio of estimated to available memory; it allows for an inexact estimate
 
 
 def train(job: Job, options: RunOptions, console: Console) -> int:
@@ -96,7 +96,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
             lines = describe(job.config, layout, manifest, memory)
             if checkpoint:
                 is_done = is_complete(run_dir, job.config, resume)
-                begins = f"from step {checkpoint[1].step:,}, {checkpoint[0].name}"
+                begins = f"from step {checkpoint[1].step:,} ({checkpoint[0].name})"
                 lines.append(f"resume  {COMPLETE if is_done else begins}")
             for line in lines:
                 show(console, line, **PLAIN)
@@ -240,7 +240,7 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    machine = {**job.machine.to_json(), "launcher": launcher}  # holds_run looks for `launcher`
+    machine = {**job.machine.to_json(), "launcher": launcher}  # holds_run looks for the key `launcher`
     if nodes is not None:
         machine["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
     record.write_json(run_dir / "environment.json", machine)
@@ -271,7 +271,7 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show why the run failed, if it did. Add `facts` to summary.json, write report.html, show the result."""
+    """If the run failed, show why. Add `facts` to summary.json, write report.html and show the result."""
     if failure is not None and failure.issues:
         for fields in failure.issues:
             show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
@@ -338,15 +338,15 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
 
 def holds_run(run_dir: Path) -> bool:
     """Return whether a run was started in this directory before. A lock file alone does not show this,
-    because a command that was refused after locking may leave the file behind."""
+    because a command that locked the directory and was then refused may leave the file behind."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
     return "launcher" in (record.read_json(run_dir / "environment.json") or {})
 
 
 def foreign_files(run_dir: Path) -> list[str]:
-    """List the names of files that prevent a new run in a directory. Allowed are ALLOWED_FILES, an empty
-    `checkpoints` directory (for example a mount point) and a `logs` directory without logs of ranks."""
+    """List the names of files that prevent a new run in a directory. These do not: ALLOWED_FILES, an empty
+    `checkpoints` directory (for example, a mount point), and a `logs` directory without logs of ranks."""
 
     def is_harmless(path: Path) -> bool:
         if path.name == "checkpoints":
@@ -414,7 +414,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
     facts, unit = newest[1], config.schedule.unit
-    if unit in METERED:  # a complete run may have spent less, so check that the budget has not changed
+    if unit in METERED:  # a complete run may have spent less than its budget, so compare the budgets
         return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
@@ -456,8 +456,8 @@ class MemoryCheck:
         where = (self.config, self.precision, self.world_size, self.limit_gib)
         size = self.config.batch.micro_size
         message = (
-            f"{size} takes about {format_gib(self.total_gib)} per rank (estimate), but only "
-            f"{format_gib(self.limit_gib)} is available ({self.limit_of})"
+            f"a micro-batch size of {size} takes about {format_gib(self.total_gib)} per rank (estimate), but "
+            f"only {format_gib(self.limit_gib)} is available ({self.limit_of})"
         )
         hint = suggest_micro_batch(*where, on_gpu=self.on_gpu)[1]
         return [Issue("batch.micro_size", "out_of_range", message, size, hint=hint)]

@@ -36,7 +36,7 @@ from launcher.run.starters import RankStart
 from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
-OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")  # failures that the settings do not cause
+OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")  # kinds of failure that the settings do not cause
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals from outside the run
 PARTS = ("data_wait_s", "forward_backward_s", "compute_before_reduction_s", "optimizer_s", "step_s", "host_s")
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # errors that read_repeat may raise
@@ -67,7 +67,7 @@ def heldout_losses(directory: Path) -> dict[int, float]:
 
 
 def ended(directory: Path) -> TrialStatus | None:
-    """Return the status of a finished run; None if it is unfinished or a signal stopped it."""
+    """Return the status of a run; None if it has not finished or if a signal stopped it."""
     summary = read_summary(directory)
     if summary is None or summary.signal:
         return None
@@ -118,8 +118,8 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
 PROGRESS_S = 30.0  # interval between progress lines
 SCRATCH = ".scratch"
 TRIAL_FILE = "trial.json"  # contains the duration of a finished trial
-TRIES = 2  # attempts at a trial if an outside cause ends it or its records are incomplete
-LOG_LINES = 10  # maximum number of lines in metrics.jsonl of a timed run
+TRIES = 2  # maximum number of attempts at a trial that an outside cause ends or whose records are incomplete
+LOG_LINES = 10  # maximum number of lines in the metrics.jsonl of a timed run
 
 
 class Stopped(Exception):
@@ -156,7 +156,7 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """CPU cores or GPUs (as in CUDA_VISIBLE_DEVICES) for one trial at a time. None = all."""
+    """Devices for one trial at a time: CPU cores, or GPUs as named in CUDA_VISIBLE_DEVICES. None = all."""
 
     cores: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
@@ -197,7 +197,7 @@ class TrialOutcome:
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
-    """Return one precision for all trials and engines of a command. On GPUs, it may remain auto, because only
+    """Choose one precision for all trials and engines of a command. On GPUs, it may remain auto, because only
     a rank can query the GPU's generation. Raise ConfigError if the model needs another precision."""
     precision: str = config.precision
     if not on_gpu:
@@ -239,8 +239,8 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial in an earlier call; None if the trial must be run. The earlier
-    configuration must be equal except for the data's path; `Output.begin_with` compares the data's hash."""
+    """Return the outcome of this trial from an earlier call; None if the trial must be run. The earlier
+    configuration may differ only in the data's path; `Output.begin_with` compares the data's hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -287,7 +287,7 @@ class Progress:
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
-        """Count a trial that this call has run for `seconds`, and log `text`, its result."""
+        """Count a trial that took `seconds` in this call, and log `text`, which describes its result."""
         self.skip(share)
         self._run += share
         self._seconds += seconds
@@ -322,7 +322,7 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
 
 @dataclasses.dataclass
 class Runner:
-    """Runner that runs each trial in a free slot."""
+    """Scheduler that runs each trial in a free slot."""
 
     out: Path
     slots: Sequence[Slot]

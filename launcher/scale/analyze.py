@@ -69,9 +69,9 @@ class CellRuns:
     def _step_seconds(self, repeat: Repeat) -> list[float]:
         """Return the job's step times in seconds: those of the slowest rank, because the others wait.
 
-        Independent copies do not wait for each other. Their throughputs add up, so the job's mean step time
-        is the harmonic mean over the copies. Each copy's times are weighted by the derivative of the job's
-        mean with respect to the copy's own mean.
+        The independent copies of a ceiling do not wait for each other. Their throughputs add up, so the
+        job's mean step time is the harmonic mean over the copies. Each copy's times are weighted by the
+        derivative of the job's mean with respect to the copy's own mean.
         """
         by_rank = repeat.parts["step_s"]
         means = [statistics.fmean(steps) for steps in by_rank]
@@ -83,7 +83,7 @@ class CellRuns:
         return [sum(w * s for w, s in zip(weights, ranks, strict=True)) for ranks in by_step]
 
     def part(self, name: str) -> float:
-        """Return the mean seconds of a part of a step, over all ranks and steps of the median repeat.
+        """Return the mean time in seconds of a part of a step, over all ranks and steps of the median repeat.
 
         All parts come from the same repeat, so that they sum to its step. With an even number of repeats, the
         two middle repeats are averaged.
@@ -101,7 +101,7 @@ class CellRuns:
     def straggler(self) -> Facts:
         """Return the straggler ratio, its interval, and the rank of the straggler, if any.
 
-        The ratio is the slowest rank's compute time / the others' median, as a geometric mean over repeats.
+        The ratio is the geometric mean over repeats of (slowest rank's compute time / median of the others).
         Returns {} for one rank, or if ranks wait in the forward pass (fsdp, DeepSpeed, tensor parallelism).
         """
         ranks = range(self.cell.world_size)
@@ -124,7 +124,7 @@ class CellRuns:
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
-    """Return the complete repeats of a cell ([] if one has failed), its status and its cause of failure."""
+    """Return the complete repeats of a cell ([] if one has failed), and its status and cause of failure."""
     repeats, settings = [], grid.settings
     for repeat in range(settings.repeats):
         directory = run_dir(out, cell, repeat)
@@ -200,7 +200,7 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in measured.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # near 1, the device waits for the host; host_s is 0 in steps in which the device lags behind the host
+        # a value near 1 means that the device waits for the host; host_s is 0 if the device lags behind
         launch_fraction=measured.part("host_s") / measured.part("step_s") if on_gpu else None,
         launch_fraction_ci95=measured.share_interval("host_s") if on_gpu else None,
         **_loss(measured, single, settings.precision),
@@ -241,8 +241,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the extra time compared with the ceiling, for the same number of tokens per
-    rank. It occurs in the forward and backward passes and, with ZeRO-1, in the optimizer phase.
+    Exposed communication is the time by which the passes and the optimizer phase exceed those of the ceiling,
+    whose passes are scaled to the same number of tokens. ZeRO-1 communicates in the optimizer phase.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -267,8 +267,8 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the first repeat's losses with those of the single-rank run. Returns {} in weak mode, or if the
-    two runs did not log the same steps."""
+    """Compare the losses of the first repeat with those of the single-rank run. Returns {} for a ceiling, in
+    weak mode, or if the two runs did not log the same steps."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
     own, base = (dict(runs.repeats[0].curve) for runs in (measured, single))
@@ -283,9 +283,9 @@ def _flags(cell: CellMeasurement) -> list[str]:
     """Return the caveats that apply to the figures of a cell."""
     flags, skipped = [], cell.skipped_steps
     if skipped:
-        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients) but are timed as steps")
+        flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients), but their times count")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        flags.append("losses are not compared: the single-rank run did not log the same steps")
+        flags.append("losses are not compared: the single-rank run has none at the same steps")
     if cell.loss_agrees is False:
         flags.append(
             f"not the same model: relative loss deviation {cell.loss_deviation} from the single-rank run"
@@ -305,7 +305,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOSS_BOUND = 0.05  # larger losses of efficiency and larger shares of time spent waiting for data are reported
+LOSS_BOUND = 0.05  # a loss of efficiency or a wait for data (as a share of a step) above this is reported
 LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
 MIN_EFFICIENCY = 0.95  # a cell scales if the low end of its efficiency interval reaches this
 MEASURE_MORE = "raise --repeats or --steps"
@@ -323,7 +323,7 @@ def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
 
 
 def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
-    """Diagnose a cell: its failure, its largest loss of efficiency, or the reason why none is named."""
+    """Diagnose a cell: name its failure or its largest loss of efficiency, or say why no loss is named."""
     if cell.status == "oom":
         hint = "lower batch.micro_size, or use zero1 or fsdp"
         return _diagnosis(cell, "out_of_memory", str(cell.cause), hint)
@@ -351,12 +351,12 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     if cell.efficiency >= MIN_EFFICIENCY or high >= 1:
         evidence = f"{reached} may be below {format_percent(MIN_EFFICIENCY)}; no bottleneck was found"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    evidence = f"{reached}; no single cause has an interval entirely beyond its bound"
+    evidence = f"{reached}; the measurements do not establish a single cause"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and compare the parts of the step")
 
 
 class _Loss(NamedTuple):
-    """A loss of efficiency due to one cause: a measured ratio with an interval entirely beyond a bound."""
+    """A loss of efficiency and its cause. The interval of the measured ratio lies entirely beyond a bound."""
 
     share: float  # share of a step
     kind: DiagnosisKind
@@ -410,8 +410,8 @@ def _share_text(share: float, interval: Sequence[float] | None) -> str:
 
 
 def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
-    """Compare the engines for each mode and number of ranks. An engine is the fastest only if the interval of
-    its throughput ratio to every other engine is entirely above 1."""
+    """Compare the engines for each mode and number of ranks. Call an engine the fastest only if the intervals
+    of its throughput ratios to all other engines are entirely above 1."""
     out = []
     for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
         ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]

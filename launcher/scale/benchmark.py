@@ -1,4 +1,4 @@
-"""Run a scaling benchmark (`bert-dp scale`): measure all cells, all-reduces, one step and a matmul rate."""
+"""Run a scaling benchmark (`bert-dp scale`): time all cells, all-reduces, one rank's step and matmuls."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def scale(
 ) -> int:
     """Run the benchmark and return the exit code. `predict` returns predictions for the measured cells.
 
-    Raises ConfigError with all issues before the first run.
+    Raises ConfigError, with all issues, before the first run starts.
     """
     setup = job.load(name, overrides)
     folder = setup.directory(how.out, "scaling")
@@ -61,7 +61,7 @@ def scale(
 
 
 def plan_of(grid: Grid) -> models.GridFile:
-    """Return the contents of grid.json. All values are plain JSON, for comparison with a stored file."""
+    """Return the contents of grid.json as plain JSON values, which can be compared with a stored file."""
     return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
@@ -88,7 +88,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
     for mode, n in sorted(wanted - ceilings):
         reason = "the batch cannot be split among independent copies, or the copies do not fit in memory"
-        log(f"warning: {mode} mode, {n} ranks: ceiling and exposed communication unknown, because {reason}")
+        log(f"warning: {mode} mode, {n} ranks: ceiling and exposed communication are unknown: {reason}")
     for line in grid.overridden(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
@@ -141,7 +141,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
         if outcome.status == "ok":
             summary = trials.read_summary(trial.directory)
             rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
-            text = f"{rate} over {count_of(trial.ranks, 'rank')} including warm-up"
+            text = f"{rate} over {count_of(trial.ranks, 'rank')}, including warm-up"
         else:
             lost[cells[trial.directory].id] = trial.directory
             text = f"{outcome.status}: {trials.cause(trial.directory)}"
@@ -190,6 +190,6 @@ def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
     ]
     for file, model, program, arguments in programs:
         if results.find(runs.out / file, model) is None:
-            log(f"measuring one device for {file}")
+            log(f"measuring one device, to write {file}")
             if lines := runs.helper(f"bert_dp.measure.{program}", arguments, cores_of(grid, 1)):
                 results.write(runs.out / file, results.parse(lines[-1], model, file))

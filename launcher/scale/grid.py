@@ -36,8 +36,8 @@ class Settings:
     launcher: str
     repeats: int
     steps: int  # timed optimizer steps per run
-    warm_up: int  # untimed steps before the timed ones; they fill caches and memory pools
-    accumulation: int | None  # micro batches per step in weak mode; None: 1
+    warm_up: int  # untimed steps at the start, which fill caches and memory pools
+    accumulation: int | None  # micro batches per replica and step in weak mode; None means 1
 
 
 def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
@@ -51,8 +51,8 @@ class Grid:
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks as ranks are added.
     Each mode has two baselines on one rank, `single` and ddp. For each larger number of ranks, it also has a
-    ceiling: one independent copy of the training per rank, with as many samples per rank. A ceiling is
-    omitted if its batch cannot be split evenly or if the copies do not fit in memory.
+    ceiling: one independent copy of the training per rank, with as many samples per rank as a data-parallel
+    run. A ceiling is omitted if its batch cannot be split evenly or if the copies do not fit in memory.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
@@ -110,7 +110,7 @@ class Grid:
         if mode == "strong":
             return batch.global_size
         if ranks % tensor:  # each replica consists of `tensor` ranks
-            message = f"{tensor} does not divide {ranks} ranks"
+            message = f"{tensor} does not divide the number of ranks, {ranks}"
             raise ConfigError([Issue("--tensor", "does_not_divide", message, tensor, "--nproc")])
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 

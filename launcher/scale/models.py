@@ -204,7 +204,7 @@ class CellMeasurement(GridCell):
     launch_fraction: float | None = None  # host time to enqueue a step / step time; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss_agrees: bool | None = None
-    loss_deviation: float | None = None  # largest relative deviation of losses from the single-rank run
+    loss_deviation: float | None = None  # largest relative deviation from the single-rank run's losses
     skipped_steps: int | None = None
     flags: list[str] = []  # caveats that apply to the figures
 
@@ -225,7 +225,7 @@ class BottleneckDiagnosis(StoredModel):
 
     cell: str
     kind: DiagnosisKind
-    verdict: str  # `kind` in words
+    verdict: str  # `kind` in words, with any details
     evidence: str
     next: str  # the suggested action
 
@@ -243,7 +243,7 @@ class Lever(StoredModel):
     """A change of settings and its predicted gain, or a bound on the gain from removing an overhead."""
 
     lever: str
-    gain: float  # tokens/s with the change / current tokens/s - 1
+    gain: float  # relative increase in tokens/s (0.1: 10 % more)
     tokens_per_s: float
     bound: bool = False  # True: `gain` and `tokens_per_s` are upper bounds
 

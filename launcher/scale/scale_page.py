@@ -11,7 +11,7 @@ from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
-LOG_AXIS_RATIO = 16  # largest N / smallest N above which the N axis is logarithmic
+LOG_AXIS_RATIO = 16  # the N axis is logarithmic if largest N / smallest N exceeds this
 LEVELS: dict[page.Level, Sequence[DiagnosisKind]] = {
     "fail": ("out_of_memory", "failed"),
     "ok": ("scales", "fastest"),
@@ -25,11 +25,11 @@ SPLIT = {
     "other": "other",
 }
 RESULT_NOTE = (
-    "Speed-up and efficiency (with 95 % interval) are relative to `single` on one rank. comm.: throughput / "
-    "throughput of the ceiling; exposed: share of a step spent waiting for gradients; data: share of a step "
-    "spent waiting for data; slowest: compute time of the slowest rank / median of the others; memory: "
-    "highest peak of any rank; MFU: share of the data-sheet peak; MAMFU: share of the measured matmul rate. "
-    "scaling.json contains the figures of every cell and repeat."
+    "Speed-up and efficiency are relative to `single` on one rank; [low to high]: 95 % interval. comm.: "
+    "throughput / throughput of the ceiling; exposed: share of a step spent waiting for gradients; data: "
+    "share of a step spent waiting for data; slowest: compute time of the slowest rank / median of the "
+    "others; memory: highest peak of any rank; MFU: share of the data-sheet peak; MAMFU: share of the "
+    "measured matmul rate. scaling.json contains the figures of every cell and repeat."
 )
 WHISKERS = (
     "Whiskers: 95 % intervals over repeats. Points with intervals wider than a factor of two are omitted."
@@ -140,13 +140,13 @@ def _result(scaling: Scaling) -> page.Table:
 
 
 def _agreement(scaling: Scaling) -> list[str]:
-    """Describe how well losses agree in strong mode. Weak mode has no comparison: its batches differ."""
+    """Describe how well losses agree in strong mode. In weak mode, batches differ, so none are compared."""
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []
     agree = sum(cell.loss_agrees is True for cell in compared)
     deviation = max(cell.loss_deviation or 0 for cell in compared)
-    losses = f"The losses of {agree} of {len(compared)} compared cells agree with the single-rank run"
+    losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of the single-rank run"
     return [f"{losses}; the largest relative deviation is {format_lr(deviation)}."]
 
 
@@ -168,7 +168,7 @@ def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figu
             [page.Line("ideal", sizes, sizes, None, "dotted"), *_curves(groups, times_n=True)],
             x,
             page.Axis(label, "ratio", x.log, not x.log, sizes if x.log else ()),
-            note=f"{WHISKERS} Ceiling: the same number of independent copies.",
+            note=f"{WHISKERS} Ceiling: N independent copies of the training.",
         ),
         page.Figure(
             f"Efficiency, {mode} scaling",
@@ -183,8 +183,8 @@ def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figu
 
 
 def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = False) -> list[page.Line]:
-    """Return the efficiency curves of the ceiling and, with intervals, of each engine. With `times_n`, they
-    are multiplied by N, which gives speed-ups."""
+    """Return the efficiency curves of the ceiling and, with intervals, of each group. With `times_n`, return
+    speed-ups instead, which are efficiencies multiplied by N."""
 
     def height(cell: CellMeasurement, path: str) -> float | None:
         value = page.at(cell, path) if EFFICIENCY.number(cell) is not None else None
@@ -211,7 +211,7 @@ def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
         page.Axis("time of a step", "seconds"),
         page.Axis(""),
         [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
-        note="Means over ranks and timed steps. Exposed communication: time beyond that of the ceiling.",
+        note="Means over ranks and timed steps. Exposed communication: extra time compared with the ceiling.",
     )
 
 
@@ -225,5 +225,5 @@ def _bandwidth(scaling: Scaling) -> page.Figure:
         )
     x_axis = page.Axis("message (bytes)", log=True)
     y_axis = page.Axis("bus bandwidth (GB/s, 1 GB = 1e9 bytes)", from_zero=True)
-    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, which is the rate of the slowest link."
+    note = "Bus bandwidth: (bytes / time) x 2 (N - 1) / N. It shows the rate of the slowest link."
     return page.Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

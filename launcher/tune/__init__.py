@@ -23,8 +23,8 @@ class SearchPlan(results.PlanFile):
 def search_output(
     folder: Path, config: Config, settings: dict[str, Any], *may_increase: str
 ) -> Output[SearchPlan]:
-    """Return the output directory of a search. A later call resumes the search if it has the same
-    configuration and settings; the settings named in `may_increase` may be larger."""
+    """Return the output directory of a search. A later call with the same configuration and settings resumes
+    the search; the settings named in `may_increase` may be larger."""
     plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
     must_match, increasing = ("config_hash", "settings"), tuple(f"settings.{name}" for name in may_increase)
     return Output(folder, "search", PLAN, plan, must_match, increasing)

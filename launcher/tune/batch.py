@@ -34,12 +34,12 @@ from launcher.tune.throughput import MEMORY_SHARE, BatchTrial, TuneBatch, with_m
 if TYPE_CHECKING:
     from rich.console import Console
 
-MAX_BUDGETS = 1.25  # no trial starts after this multiple of the budget
+MAX_BUDGETS = 1.25  # no trial starts after the trials have taken this multiple of the budget
 THROUGHPUT_SHARE = 0.85  # share of the budget for memory trials and timed runs; the noise scale gets the rest
 STEPS_SHARE = 0.5  # a size is too slow if the steps of MIN_SIZES runs take more than this share of the budget
 MEMORY_STEPS = 3  # steps of a memory trial
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
-MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the second memory trial
+MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the steps of the second memory trial
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
 MAX_MEMORY_RATIO = 1.1  # a search limited by memory is repeated if the limit grew by more than this factor
@@ -98,7 +98,7 @@ class BatchSearchSpec:
 
 
 def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions, how: VerbOptions) -> int:
-    """Run the search and return the exit code. Raise ConfigError with all issues before any trial starts."""
+    """Run the search and return the exit code. Raise ConfigError for unusable input, before any trial."""
     from launcher.tune.tune_page import batch_page
 
     setup = load(name, overrides)
@@ -114,8 +114,8 @@ def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide the global batch: {', '.join(map(str, spec.sizes))}")
     log(
-        f"no trial starts after {spec.latest_s:.0f} s of trials; "
-        "the first trial shows how many the budget allows"
+        f"no trial starts once the trials have taken {spec.latest_s:.0f} s; "
+        "the first trial shows how many more the budget allows"
     )
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU do not use torch.compile; pass compile=on to use it")
@@ -156,7 +156,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 
 
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
-    """Return the output directory of a search. A later call resumes the search; its budget may be larger."""
+    """Return the output directory of a search that later calls can resume with an equal or larger budget."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
     return search_output(folder, spec.config, settings, "budget_s")
 
@@ -204,7 +204,7 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
-        """Add a trial to `done`, with status `over` if it exceeds the memory limit. Refit the memory line."""
+        """Add a trial to `done`, with status `over` if it exceeds the memory limit. Then refit `line`."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
             reason = f"a rank's peak memory of {format_gib(peak)} exceeds the limit of {format_gib(limit)}"
@@ -222,11 +222,11 @@ class BatchSearch:
     # --- memory
 
     def _measure_memory(self) -> None:
-        """Run a few steps with the smallest size and a few with a larger one, and fit the memory line.
+        """Run a trial with the smallest size and, if possible, one with a larger size. Then fit `line`.
 
-        The larger size is the largest one that is expected to take at most MEMORY_TRIAL_SHARE of the budget
-        and at most half of the memory that the smallest size leaves free. Only the second smallest size may
-        take all of this free memory.
+        The larger size is the largest one that is expected to run its steps in at most MEMORY_TRIAL_SHARE of
+        the budget and to use at most half of the memory that the smallest size leaves free. The second
+        smallest size may use all of this free memory.
         """
         smallest, *larger = self.spec.sizes
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
@@ -244,7 +244,7 @@ class BatchSearch:
             fits = self.spec.formula_gib(micro) - before_gib <= share * free_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
-        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for this trial and a timed one
+        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for this trial and a timed trial
         if has_time and (cheap := [micro for micro in larger if is_cheap(micro)]):
             self._memory_trial(cheap[-1])
         if line := self.line:
@@ -303,7 +303,7 @@ class BatchSearch:
                 ran = [t.micro_batch for t in (*self.memory_trials, *self.trials) if t.status == "ok"]
                 if trial.status not in ("oom", "over") or micro <= max(ran, default=0):
                     continue
-            self._limited_by = "memory"  # larger sizes need more memory
+            self._limited_by = "memory"  # stop, because larger sizes need more memory
             return
 
     def _more_rounds(self) -> None:
@@ -362,7 +362,7 @@ class BatchSearch:
             lost = [f"micro batch {trial.micro_batch}: {trial.reason}" for trial in self.trials]
             raise trials.TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
-        if self.spec.dp == 1 and choice.accumulation == 1:  # the estimate compares two batch sizes
+        if self.spec.dp == 1 and choice.accumulation == 1:  # the estimate needs several micro batches
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
         step_s = self.spec.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
@@ -376,7 +376,7 @@ class BatchSearch:
             reason = f"the budget leaves time for {needed}; raise --budget"
         if reason:
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
-            self._log(f"noise scale: not measured: {reason}")
+            self._log(f"noise scale not measured: {reason}")
             return
         self._log(f"noise scale: measuring {steps} steps with the configured global batch")
         seconds, self.noise = self.noise_scale(micro, steps)
@@ -399,7 +399,7 @@ class BatchSearch:
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale in a run of `steps` steps. Return (seconds of the run, noise scale)."""
+        """Measure the noise scale over `steps` global batches. Return (seconds of the run, noise scale)."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
         outcome, summary = self._runner.run_one(trial), trials.read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
@@ -513,14 +513,14 @@ def resolve_auto_batch(
             return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if run.dry_run:
         minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
-        return found(spec.sizes[0], f"for this dry run only; a real run searches for about {minutes}")
+        return found(spec.sizes[0], f"for this dry run only; a real run spends about {minutes} on a search")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))
     if code:
         return list(overrides), code
     choice = results.read(out / FILE, TuneBatch).choice
-    assert choice is not None  # because the exit code is 0
+    assert choice is not None  # exit code 0 means that the search chose a size
     return found(choice.micro_batch, f"measured just now; report: {out / PAGE}")
 
 
@@ -538,7 +538,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
         "parallel": True,
         "optim": {"name"},
         "batch": True,
-        "log": {"noise_scale"},  # some sizes do not allow measuring the noise scale
+        "log": {"noise_scale"},  # measuring the noise scale excludes some sizes
     }
     config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
     machine = identity(machine, None)
@@ -547,10 +547,10 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
 
 
 def is_still_valid(search: TuneBatch, limit_gib: float | None) -> bool:
-    """Return True if a search is complete and its choice is valid for this memory limit.
+    """Return True if a search is complete and its choice can be reused with the memory limit `limit_gib`.
 
-    The peak memory of the choice must be within the limit. If memory limited the search, the limit must be at
-    most MAX_MEMORY_RATIO times the limit at the time of the search.
+    The limit must be at least the peak memory of the choice. If memory ruled out larger sizes, the limit must
+    also be at most MAX_MEMORY_RATIO times the limit of the search; above that, a larger size may fit.
     """
     choice, before_gib = search.choice, search.memory_limit_gib
     if search.status != "complete" or choice is None:

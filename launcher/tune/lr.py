@@ -27,8 +27,8 @@ SHORT_RATIO = 8
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # steps of a whole run / steps of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
-"""(job, ranks) -> (predicted tokens/s of a trial, f), or None if unknown. The 95 % interval extends from the
-prediction divided by f to the prediction times f."""
+"""(job, ranks) -> (predicted tokens/s of a trial, factor); None if unknown. The 95 % interval runs from the
+prediction divided by the factor to the prediction times the factor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def tune_lr(
 ) -> int:
     """Run the search and return the exit code. A dry run estimates the duration of the search with `predict`.
 
-    Raise ConfigError with all issues of the input before any trial starts.
+    Raise ConfigError with all issues in the input before any trial starts.
     """
     from launcher.tune.tune_page import lr_page
 
@@ -78,8 +78,8 @@ def tune_lr(
     log = how.log(setup)
     log(f"learning rate search: {folder}")
     log(
-        f"{options.rates} rates, a factor of 2 apart, in runs of 1/{SHORT_RATIO} of the tokens; then whole "
-        f"runs of the best {FINALISTS} rates, {count_of(options.seeds, 'seed')} each; {layout}"
+        f"{options.rates} rates, a factor of 2 apart, in runs with 1/{SHORT_RATIO} of the tokens; then whole "
+        f"runs at the best {FINALISTS} rates, with {count_of(options.seeds, 'seed')} each; {layout}"
     )
     if how.dry_run:
         log(length_text(setup, options, ranks, predict))
@@ -92,7 +92,7 @@ def tune_lr(
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
-    """Return (number of trials, tokens per trial / tokens of a whole run) of each rung."""
+    """For each rung, return (number of trials, tokens of a trial as a share of those of a whole run)."""
     whole_runs = FINALISTS * options.seeds + 1  # + 1: a neighbour of the best rate
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
@@ -109,7 +109,7 @@ def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot
 
 
 def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
-    """Describe the planned length of a search in whole runs and, if the speed is known, in time."""
+    """Describe the planned length of a search as a number of whole runs and, if known, as a duration."""
     config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
     rungs, tokens = planned(options), options.tokens or full_tokens(config)
     runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
@@ -130,7 +130,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return the issues with the length of a whole run. `tokens`: None = --tokens or as configured."""
+    """Return the issues with the length of a whole run: `tokens`, else --tokens, else as configured."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"
@@ -144,7 +144,7 @@ def length_issues(config: Config, options: LrOptions, tokens: int | None = None)
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
-    """Return the issues that prevent a search on this data. First convert a budget in epochs to tokens."""
+    """Convert a budget in epochs to tokens, then return the issues that prevent a search on this data."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
         hint = "raise data.build.held_out_fraction"
@@ -211,12 +211,12 @@ class LrSearch:
         while more := lr_search.next_short_rates(first, ladder, test.edge):
             self._train(first, [(lr, first.seeds[0]) for lr in more])
         if not first.ranked():
-            raise trials.TrialsFailed("every rate of the first rung has a failed or diverged run")
+            raise trials.TrialsFailed("in the first rung, every rate has a failed or diverged run")
         last = self._open_rung("last", tokens, self.spec.seeds)
         while todo := lr_search.next_whole_runs(first, last):
             self._train(last, todo)
         if not last.ranked():
-            raise trials.TrialsFailed("every rate of the last rung has a failed or diverged run")
+            raise trials.TrialsFailed("in the last rung, every rate has a failed or diverged run")
 
     def _test_range(self) -> RangeTest:
         """Run the range test: train with a rising rate. Raise TrialsFailed if it fails or records no loss."""
@@ -237,7 +237,7 @@ class LrSearch:
         return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
     def _choose_tokens(self) -> int:
-        """Choose the number of tokens of a whole run; log the plan. Raise ConfigError if it is too small."""
+        """Log the plan. Return the length of a whole run in tokens; raise ConfigError if it is too short."""
         spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
         reason = "as requested" if options.tokens else "from the configuration"
@@ -277,7 +277,7 @@ class LrSearch:
         return rung
 
     def _train(self, rung: Rung, runs: Sequence[tuple[float, int]]) -> None:
-        """Train each (rate, seed) and add the results to the rung, in the given order."""
+        """Train with each (rate, seed) and add the results to the rung, in the given order."""
         spec, trial_s = self.spec, self._trial_s(rung.tokens)
         todo = []
         for lr, seed in runs:
@@ -335,7 +335,7 @@ def step_tokens(config: Config) -> int:
 
 
 def whole_steps(config: Config, tokens: float) -> int:
-    """Round a number of tokens to whole steps with the full global batch, at least one."""
+    """Round a number of tokens to a multiple of `step_tokens`. Return at least the tokens of one step."""
     size = step_tokens(config)
     return max(1, round(tokens / size)) * size
 
@@ -346,7 +346,7 @@ def full_tokens(config: Config) -> int | None:
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
-    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the batch has its full size
+    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the batch reaches its full size
     samples = sum(batch_at(batch, step / steps) for step in range(ramped))
     return (samples + (steps - ramped) * batch.global_size) * config.data.sequence_length
 
@@ -372,7 +372,7 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
-    """Return the configuration of the range test: the full batch and a rate that rises from 1e-4 to 1."""
+    """Return the configuration of the range test: no batch ramp, and a rate that rises from 1e-4 to 1."""
     whole = {"ramp_fraction": 0.0, "ramp_quantum": None}
     trial = with_settings(_bare(config, shards, 1.0, config.run.seed), batch=whole)
     schedule = schema.ScheduleConfig(name="exponential", steps=steps)
@@ -380,7 +380,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return a configuration without checkpoints. It reads `shards`, so all seeds share a held-out set."""
+    """Return a configuration without checkpoints. Its data is `shards`, so all seeds share a held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -398,7 +398,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate; lr_scaling leaves it unchanged at this global batch."""
+    """Return the user's configuration with this rate, which lr_scaling does not change at its batch size."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

@@ -14,7 +14,7 @@ from launcher.stats import half_width
 
 SMOOTHING = 5  # number of consecutive range-test losses that are averaged
 RISE_SHARE = 0.1  # at divergence, the loss rises by more than this share of its earlier fall
-# by chance alone, the lowest of 100 values lies 2.5 standard deviations below their mean
+# 8, because by chance alone the lowest of 100 values already lies 2.5 standard deviations below their mean
 RISE_SIGMAS = 8.0  # at divergence, the loss also rises by more than this many standard deviations of noise
 EDGE_RATIO = 4.0  # divergence edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
@@ -53,7 +53,7 @@ class LrTrial(StoredModel):
     status: LrTrialStatus
     reason: str | None = None
     heldout_loss: float | None = None
-    heldout: HeldOut | None = None  # held-out loss with its denominator
+    heldout: HeldOut | None = None  # results of the evaluation on held-out data
     tokens: int
     seconds: float = 0.0
 
@@ -97,7 +97,7 @@ class LrChoice(StoredModel):
     # mean over common seeds of (loss of the next best rate - loss of `lr`), in nats; null: no other rate
     lead: float | None
     edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
-    tied: list[float]  # rates that are not significantly worse
+    tied: list[float]  # rates that are not significantly worse than `lr`
 
 
 class TuneLr(TuneFile):
@@ -127,8 +127,8 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
     `points`: (rate, loss or None, number of steps skipped so far) of each step, in order of rising rate.
     The edge is the lowest rate at which one of these happens:
     - The loss is not finite.
-    - A step is skipped. The first steps do not count, because fp16's loss scale may still be falling.
-    - The mean of SMOOTHING losses rises above its minimum by more than RISE_SHARE of its fall to that minimum
+    - A step is skipped. Skipped steps at the start do not count: fp16's loss scale may still be falling.
+    - The mean of the last SMOOTHING losses rises from its minimum by more than RISE_SHARE of its earlier fall
       and by more than RISE_SIGMAS standard deviations of its noise, estimated from consecutive losses.
     """
     losses: list[float] = []
@@ -186,8 +186,8 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
     """Return the next rates to train in the first rung; [] when it is complete.
 
     The ladder comes first. It is then extended by one rate at a time: upwards while the highest rate is the
-    best, and downwards while the lowest rate is the best. If every rate fails and one diverges, it is
-    extended downwards too. Each end gets at most EXTENSIONS rates, and none is above the edge.
+    best, and downwards while the lowest rate is the best. If no rate succeeds but one diverges, the ladder is
+    extended downwards too. At most EXTENSIONS rates are added at each end, none of them above the edge.
     """
     if not first.trials:
         return list(ladder)
@@ -200,7 +200,7 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
         wanted = [min(diverged) / 2]
     far = 2.0**EXTENSIONS * (1 + 1e-9)
     most = min(max(ladder) * far, math.inf if edge is None else edge)
-    return [lr for lr in wanted if min(ladder) / far <= lr <= most][:1]
+    return [lr for lr in wanted if lr not in rates and min(ladder) / far <= lr <= most][:1]
 
 
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:

@@ -15,7 +15,7 @@ from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings
 
-MIN_SHARE_OF_BEST = 0.97  # a smaller size is preferred if it has at least this share of the best throughput
+MIN_SHARE_OF_BEST = 0.97  # a smaller size is preferred if it reaches this share of the best throughput
 MEMORY_SHARE = 0.9  # a size fits if its predicted peak is at most this share of a rank's memory limit
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
@@ -37,7 +37,7 @@ class BatchTrial(StoredModel):
     step_s: list[float] = []  # time of each timed step
     forward_backward_s: list[float] = []
     data_wait_s: list[float] = []
-    exposed_s: float = 0.0  # reduction time per step not overlapped by the backward pass; 0: not reported
+    exposed_s: float = 0.0  # time per step of reductions not overlapping the backward pass; 0: not reported
 
     @property
     def peak_gib(self) -> float | None:
@@ -57,7 +57,7 @@ class MemoryLine(StoredModel):
 
 
 class SizeResult(StoredModel):
-    """Results for one micro batch size. Rates are sequences/s of all ranks at the configured global batch."""
+    """Results for one micro batch size. Rates: sequences/s over all ranks at the configured global batch."""
 
     micro_batch: int
     status: SizeStatus
@@ -68,7 +68,7 @@ class SizeResult(StoredModel):
 
 
 class BatchChoice(StoredModel):
-    """The chosen micro batch. Rates are sequences/s of all ranks at the configured global batch."""
+    """The chosen micro batch. Rates: sequences/s over all ranks at the configured global batch."""
 
     micro_batch: Count
     accumulation: int
@@ -86,7 +86,7 @@ class TuneBatch(TuneFile):
     kind: Literal["batch"] = "batch"
     global_batch: int
     memory_limit_gib: float | None  # memory limit of a rank; null: unknown
-    memory_line: MemoryLine | None = None  # through the two largest sizes that ran
+    memory_line: MemoryLine | None = None  # line through the peaks of the two largest sizes that ran
     memory_trials: list[BatchTrial] = []
     trials: list[BatchTrial] = []  # timed trials
     sizes: list[SizeResult] = []  # by ascending micro batch
@@ -116,7 +116,7 @@ def dividing_sizes(config: Config, ranks: int) -> list[int]:
 
 
 def sizes_to_time(sizes: Sequence[int]) -> list[int]:
-    """Select at most MAX_SIZES of the sizes, ascending and at nearly equal ratios.
+    """Select at most MAX_SIZES of the sizes, in ascending order and spaced by nearly equal ratios.
 
     All of them divide the largest size, so that every trial can have the same number of sequences per step.
     """
@@ -149,10 +149,10 @@ Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 
 
 def run_rate(trial: BatchTrial, global_size: int) -> float:
-    """Return the sequences/s that a trial would have with the global batch.
+    """Return the sequences/s that a trial would reach with the global batch.
 
-    The data wait and the forward and backward passes, without exposed reduction, are scaled with the number
-    of sequences per step. Reduction and update occur once per step and are not scaled.
+    The times of the data wait and of the forward and backward passes, without exposed reduction, are scaled
+    with the number of sequences per step. Reduction and update occur once per step and are not scaled.
     """
     more = global_size / trial.samples - 1
     steps = [
@@ -194,9 +194,9 @@ def next_round(rates: Rates, sizes: Sequence[int]) -> list[int]:
 def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int, int, list[int]]:
     """Return (choice, fastest size, unsettled sizes).
 
-    The choice is the smallest size whose mean rate, minus one standard error of the difference, is at least
-    `min_share` of the fastest mean rate. With a share of 1, it is the fastest size. A size is unsettled if
-    the 95 % interval of the difference allows its rate to exceed the choice's rate / `min_share`.
+    The choice is the smallest size whose rate relative to the fastest size, minus one standard error, is at
+    least `min_share`. With a share of 1, the choice is the fastest size. A size is unsettled if the 95 %
+    interval of its rate relative to the choice extends above 1 / `min_share`.
     """
     (sd, degrees), least = deviation(rates), math.log(min_share)
     fastest = max(rates, key=lambda size: mean_rate(rates, size))

@@ -82,7 +82,7 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     share = "the fastest" if len(tune.sizes) > 1 else "the only timed size"
     if choice.micro_batch != choice.fastest_micro_batch:
         fastest = format_count(choice.fastest_micro_batch)
-        share = f"{formats.format_percent(choice.share_of_best)} of the rate of the fastest size, {fastest}"
+        share = f"{formats.format_percent(choice.share_of_best)} of the rate of the fastest size ({fastest})"
     notes = [LIMITS[choice.limited_by]]
     if choice.not_settled:
         sizes = ", ".join(map(format_count, choice.not_settled))
@@ -101,10 +101,10 @@ def _noise(tune: TuneBatch) -> Verdict:
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = formats.format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"Measured over {format_count(noise.steps)} steps from {weights}. "
+        f"Measured over {format_count(noise.steps)} steps, starting from {weights}. "
         "The noise scale grows during training.",
         f"In the global batch of {format_count(tune.global_batch)}, a sequence contributes {efficiency} "
-        "of what it contributes in a very small batch.",
+        "of what it would contribute in a very small batch.",
     ]
     interval = formats.format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
@@ -200,12 +200,12 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
-    """Return the held-out losses of a rate, without those of failed trials."""
+    """Return the held-out losses of a rate, without those of failed or diverged trials."""
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
 def loss_figure(tune: TuneLr) -> Figure:
-    """Plot the held-out loss against the rate: a line for each rung, and a mark for each seed of the last."""
+    """Plot held-out loss against rate: a line for each rung, and a mark for each seed of the last rung."""
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"

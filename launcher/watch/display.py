@@ -26,7 +26,7 @@ STEP_LINE_S = 10.0  # minimum time between two step lines on a terminal; elsewhe
 LINE_CHARS = 1000
 MAX_LINES = 50  # maximum number of lines of rank 0's log shown per poll
 ETA_LINES = 20  # number of logged steps used to extrapolate the remaining time
-QUIET_S = 30.0  # after this time without output, rank 0's activity is printed; a progress bar always shows it
+QUIET_S = 30.0  # without a progress bar, rank 0's activity is printed after this time without output
 ACTIVITIES = {
     "setup": "setting up",
     "compile": "compiling",
@@ -40,8 +40,8 @@ ACTIVITIES = {
 class Display:
     """Context manager that shows the output of rank 0; call `poll` several times a second.
 
-    Output of other ranks is in their logs and, after a failure, in the failure card. Once a rank has failed,
-    no more output is shown, so that the failure card comes next.
+    The output of every other rank is only in its log. Once a rank has failed, nothing more is shown, so that
+    the failure card, which quotes the failed rank's log, comes next.
     """
 
     def __init__(self, run_dir: Path, console: Console, config: Config):
@@ -49,10 +49,10 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # old lines; a rewritten file contains them again
+        self._evaluated = set(self._evals.lines()[0])  # old lines, read again if the file is replaced
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
-        self._left_s: float | None = None  # estimate of the remaining time, made at _line_s
+        self._left_s: float | None = None  # remaining time, estimated at _line_s
         self._line_s = self._noted_s = self._activity_s = time.monotonic()
         self._activity = ""  # activity of rank 0 since _activity_s
         self._flooded = self._crashed = False
@@ -77,7 +77,7 @@ class Display:
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show new output and activity of rank 0. On a terminal, show at most one step per STEP_LINE_S."""
+        """Show rank 0's new output and activity. On a terminal, limit step lines to one per STEP_LINE_S."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
         self._show_log()  # first, because rank 0 printed these lines before it logged the steps
@@ -100,7 +100,7 @@ class Display:
         self._show_activity()
 
     def _show_activity(self) -> None:
-        """Show rank 0's activity on the progress bar. Without one, print it after QUIET_S without output."""
+        """Update the progress bar; if there is none, print rank 0's activity after QUIET_S without output."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
         if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
@@ -146,7 +146,7 @@ class Display:
     def _show_log(self) -> None:
         """Show up to MAX_LINES new lines of rank 0's log. Omit a crash report; the failure card shows it."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
-        with contextlib.suppress(OSError):  # a file server may not respond
+        with contextlib.suppress(OSError):  # for example, a file server does not respond
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # the failure card follows
                 return
         for i, line in enumerate(lines):
@@ -178,7 +178,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left; "" if it is unknown or under 1 s. Evaluation and saving may then follow."""
+    """Format the time left. Return "" if it is unknown or under 1 s: the run may still evaluate and save."""
     return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 

@@ -63,7 +63,7 @@ SPARE = 0.1  # share of memory that must stay free for what the estimate omits, 
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """Exit of a worker. `code`: exit code, -N for signal N, None if another process reaped the worker."""
+    """Exit of a worker. `code`: its exit code (-N after signal N), or None if another process reaped it."""
 
     rank: int
     code: int | None
@@ -74,15 +74,15 @@ class RanksEnded(StoredModel):
     """Exits and errors of the ranks of one node. Times are in ns of CLOCK_MONOTONIC."""
 
     code: int  # exit code of the starter (torchrun, accelerate or deepspeed)
-    failed_ns: int | None  # time when the starter failed; None if it did not fail or bert-dp killed it
-    said: str  # end of the starter's output, at most TAIL_BYTES, without secrets
+    failed_ns: int | None  # time when the starter failed; None if it did not fail, or if bert-dp killed it
+    said: str  # end of the starter's output, at most TAIL_BYTES; secrets are masked
     log: str  # path of the starter's log
     errors: list[Failure]  # errors recorded by the ranks
     exits: list[RankExit]
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times to the local clock. They come from a clock that is `ahead_ns` ahead of it."""
+        """Convert the times, which come from a clock that is `ahead_ns` ahead, to the local clock."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -105,10 +105,10 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Return the first failure of any rank with its log, its consequences and the ranks with the same error;
+    """Return the first failure, complete with its log, its consequences and the ranks with the same error;
     None if no rank failed. An error with `issues` (bad input) takes precedence over other errors."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
-    # are later or only report a lost peer
+    # come later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
     errors = {e.rank: e for e in in_order if e.rank is not None}
     causes = [e for e in errors.values() if e.kind != "peer_gone"]
@@ -141,8 +141,8 @@ def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
     """Return (rank, exit code) of the first failed rank that recorded no error; None if no such rank exists.
-    `silent`: failed exits of such ranks. If the exit code is unknown there, it is taken from `starter_output`
-    and may be None."""
+    `silent`: exits of such ranks, in order of time. If the list is empty or its first exit code is None, use
+    the report in `starter_output`. The returned code is None if it is not reported there either."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
     report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
@@ -157,7 +157,7 @@ def _unrecorded_exit(
 
 
 def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
-    """Build the failure of a rank that recorded no error; after a crash, add the stack from its log."""
+    """Build a Failure for a rank that recorded no error; after a crash, add the stack from its log."""
     signalled = -code if code is not None and code < 0 else None
     stack = crash_stack(read_end(logs / f"rank-{rank}.log")) if signalled in CRASHES else []
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
@@ -176,8 +176,8 @@ def _unrecorded_failure(logs: Path, rank: int, code: int | None) -> Failure:
 def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
-    """Describe the failures of ranks that are not in `causes`. Of `silent`, omit the exits with code 1, and
-    those by SIGTERM, which torchrun sends."""
+    """Describe the failures of ranks that are not in `causes`. In `silent`, ignore exits with code 1
+    or None, and exits caused by SIGTERM, which torchrun sends to the ranks that are left."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
@@ -186,7 +186,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Extend a failure by the error of a write to RUN. This error becomes the cause if no other is known."""
+    """Add `error`, raised by a write to RUN, to a failure, as its cause if no other cause is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
@@ -211,7 +211,7 @@ def crash_stack(text: str) -> list[str]:
 
 
 def read_end(path: Path) -> str:
-    """Read the end of a log: at most TAIL_BYTES, from the last restart on. Return "" if there is no log."""
+    """Read the last TAIL_BYTES of a log, but nothing before the last restart; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -222,7 +222,7 @@ def read_end(path: Path) -> str:
 
 
 def first_line(message: str) -> str:
-    """Return a message's first non-empty line without C++ source locations, cut to MESSAGE_CHARS."""
+    """Return a message's first non-empty line, cut to MESSAGE_CHARS and without C++ source locations."""
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
@@ -263,7 +263,7 @@ def _explain_kill(
         return {**facts, "explanation": [f"{killed}; {peaked}", *reasons], "fix": fixes}
     reason = "killed from outside the run (the kernel counted no out-of-memory kill)"
     if memory.oom_kills is None:
-        reason = "killed from outside the run or by the kernel for lack of memory (oom_kill is unreadable)"
+        reason = "killed from outside the run or by the kernel for lack of memory (no oom_kill counter found)"
     fix = "find out who sent the signal: the batch system, the container or an administrator; see `dmesg`"
     return {"explanation": [f"{reason}; {peaked}"], "fix": [fix]}
 
@@ -278,7 +278,7 @@ def explain_memory(
         return [], []
     machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
     if on_host and config.run.device != "cpu" and machine.gpus:
-        return [], ["use fewer ranks or more host memory, which holds the data and a copy of each checkpoint"]
+        return [], ["use fewer ranks or more host memory, which holds the data and the state being saved"]
     reasons: list[str] = []
     if on_host:
         total = machine.memory_limit_gib or machine.memory_gib
@@ -300,7 +300,7 @@ def explain_memory(
 def suggest_micro_batch(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return two texts: the memory estimate per rank, and the next smaller micro batch that fits.
+    """Return two texts: the memory estimate per rank, and a fix, usually a smaller micro batch that fits.
 
     A micro batch fits if its estimate is at least 10 % (SPARE) below both `capacity_gib` and the estimate of
     the current micro batch, because a run may fail although its estimate is below the capacity.
@@ -346,13 +346,13 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
         lines.append(f"  memory: rank {failure.rank} peaked at {format_gib(peak)}")
     lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
     if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
-        lines.append(f"  consequence: {count_of(more, 'more rank')}; all are in summary.json")
+        lines.append(f"  consequence: {count_of(more, 'more rank')} failed; summary.json lists them all")
     lines += [f"  | {line}" for line in failure.log_tail]
     return [safe(line) for line in lines]
 
 
 class MemoryWatch:
-    """Peak resident memory of each rank, sampled once a second, and the number of out-of-memory kills."""
+    """Recorder of each rank's peak resident memory, sampled once a second, and of out-of-memory kills."""
 
     def __init__(self, root: Path = ROOT):
         self._root, self._next_s = root, 0.0
@@ -381,9 +381,9 @@ class MemoryWatch:
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
-    """Return the number of out-of-memory kills so far and the path of the counter; None if none is readable.
-    The control group's counter (v2 or v1) is preferred to the machine's counter. It includes kills that
-    happen because the whole machine is out of memory."""
+    """Return the number of out-of-memory kills so far and the path of their counter; None if there is none.
+    The control group's counter (v2 or v1) is preferred to the machine's counter. It counts all kills of the
+    group's processes, whether a memory limit was reached or the whole machine ran out of memory."""
     counters = [
         group / name
         for group in reversed(control_groups(root, "memory"))

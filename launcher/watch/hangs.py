@@ -1,5 +1,5 @@
 """Detect hangs from the ranks' heartbeats, find the ranks that block the others, and end a run that stays
-hung. The evidence is each rank's process state, stack and recent collectives."""
+hung. Blocking ranks are identified by process state, heartbeat, stack and recent collectives."""
 
 import collections
 import contextlib
@@ -22,32 +22,32 @@ from bert_dp.files.models import Failure
 from launcher.machine.environment import process_stat, read_text
 
 LOOK_EVERY_S = 1.0
-UNWATCHED_S = 5.0  # maximum time counted between two polls; a longer gap means that this process was stopped
+UNWATCHED_S = 5.0  # maximum silence counted per poll; a longer gap means that this process itself was stopped
 ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
-REPORT_AT = 0.8  # share of the hang limit at which evidence is collected, so that the report is in time
-PATIENT_S = 300.0  # minimum hang limit in the PATIENT phases, which may take long without progress
+REPORT_AT = 0.8  # collect evidence at this share of the hang limit, so that the report is out by the limit
+PATIENT_S = 300.0  # minimum hang limit in the PATIENT phases, in which a rank may show no progress for long
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Heartbeat()  # heartbeat of a rank that has not started
-UNHEARD_S = 3.0  # tolerated gap between heartbeats; one comes every second, or later on a busy machine
+UNHEARD_S = 3.0  # tolerated gap between heartbeats, which come every second, or later on a busy machine
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# (file, function) -> (certainty, operation). Certainty 2: the function only waits, 1: it may also compute
+# (file, function) -> (certainty, operation). Certainty 2: the function only waits; 1: it may also compute
 WAITS = {
     ("bert_dp/training/distributed.py", "wait"): (2, "an exchange of host values"),
     **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
     ("cuda/__init__.py", "synchronize"): (1, "a synchronization with the device"),
 }
-# files of torch.compile; it also compiles during steps, because finetuning has several padded lengths
+# source files of torch.compile, which also compiles during steps: finetuning has several padded lengths
 COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/async_compile.py",
     "torch/_inductor/codecache.py",
     "torch/_inductor/cpp_builder.py",
 )
-BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # their sizes may differ between ranks
+BEGUN = ("started", "completed")  # states of collectives started on a GPU; those of gloo stay "scheduled"
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # operations whose sizes may differ by rank
 
 Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
@@ -108,7 +108,7 @@ class HangDiagnosis(NamedTuple):
 
 
 class OtherNodes(Protocol):
-    """Interface to the launchers of the other nodes, which peers.Coordinator implements."""
+    """Interface to the launchers of the other nodes. The class peers.Coordinator implements it."""
 
     def unheard_s(self) -> float: ...
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]: ...
@@ -119,9 +119,9 @@ class OtherNodes(Protocol):
 class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
-    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or frozen
-    rank, are silent for the hang limit. This limit is hang_after_s or 3 median step times, whichever is
-    longer. It is at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is
+    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks are silent for the hang
+    limit, or if one stopped or frozen rank is. This limit is hang_after_s or 3 median step times, whichever
+    is longer. It is at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is
     also at least PATIENT_S while one of them is in a PATIENT phase, and until the first step is done.
     """
 
@@ -132,7 +132,7 @@ class Watch:
         self._ranks: dict[int, RankSnapshot] = {}  # as of the last poll, without stacks and collectives
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
-        self.hang: Failure | None = None  # the reported hang; None if the run has continued
+        self.hang: Failure | None = None  # the reported hang; None if there is none or the run has continued
         self.ends = False  # True if the run must be killed because of the hang
         self.heartbeats: Path | None = None  # directory of the heartbeats; None = RUN/heartbeats
         self.others: OtherNodes | None = None  # launchers of the other nodes
@@ -185,7 +185,7 @@ class Watch:
         patient = any(s.phase in PATIENT for s in self._ranks.values()) or not self._steps
         if min(s.silent_s for s in started) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        # a rank may look frozen during set-up, because imports and loading hold the interpreter lock for long
+        # a rank may look frozen in set-up: imports and loading may hold the interpreter lock for a long time
         return any(s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in started)
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
@@ -260,7 +260,7 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Return (stack, collectives) of each rank of this node; empty if the rank takes longer than ANSWER_S."""
+    """Return (stack, collectives) for each rank of this node; each is empty if not written in ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would kill a starting rank
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -291,7 +291,7 @@ def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives |
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Parse the frames, innermost first, of the main thread, which is last in faulthandler's output."""
+    """Return the main thread's frames, innermost first. faulthandler writes the main thread last."""
     blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
     matches = (FRAME.match(line) for line in blocks[-1].splitlines())
     return tuple(Frame(m[1], int(m[2]), m[3]) for m in matches if m and not m[1].startswith("<frozen"))
@@ -316,8 +316,8 @@ def compiles(stack: Sequence[Frame]) -> bool:
 
 
 def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
-    """Find the ranks that block the others. Evidence in order of reliability: a stopped process, a frozen
-    process, collectives not started, the position in the step, stacks.
+    """Find the ranks that block the others. The criteria are, from the most to the least reliable: a
+    stopped process, a frozen process, collectives not started, the position in the step, and the stacks.
 
     A rank runs ahead of its GPU. Therefore, its position includes queued work, whereas the states of its
     collectives show which ones the GPU has started.
@@ -359,8 +359,8 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
     """Find ranks that have not started a collective in which others wait, or that started a different one.
 
     `recorded`: rank -> recent collectives. `on_gpu`: count only collectives that the GPUs have started, not
-    queued ones. A rank that is behind because it waits in another group (tensor parallelism) is named only if
-    every rank that is behind waits. Return None if the records are empty or show no difference.
+    queued ones. With tensor parallelism, a rank may be behind in one group because it waits in another;
+    it is named only if every rank that is behind waits. Return None if the records show no difference.
     """
     if on_gpu:
         recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
@@ -392,7 +392,7 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
 
 
 def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagnosis | None:
-    """Find the first collective of a group that differs between the ranks that started it."""
+    """Find the first sequence number in a group at which ranks started different collectives."""
     for number in sorted({n for entries in ranks.values() for n in entries}):
         kinds: dict[str, list[int]] = {}
         for rank, entries in ranks.items():
@@ -408,7 +408,7 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagn
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """Format what must be equal on all ranks of a collective: the operation and, unless UNEVEN, its sizes."""
+    """Name a collective by what must be equal on all ranks: the operation and, unless UNEVEN, the sizes."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"

@@ -87,11 +87,11 @@ REFUSED = {
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
     "batch": ((*OWN, "batch.global_size=7"), "batch.global_size: 7 is not a multiple"),
     "ramp": ((*OWN, "batch.ramp_fraction=0.5", "batch.ramp_quantum=16"), "batch.ramp_fraction: 0.5"),
-    "tokens": ((*OWN, "schedule.tokens=1000"), "schedule.tokens: 1000, but examples differ in length"),
+    "tokens": ((*OWN, "schedule.tokens=1000"), "schedule.tokens: 1000, but labelled examples vary in length"),
     "other shape": ((*OWN, "model.num_layers=3"), "model.num_layers: 3, but run.init_from"),
     "another task's data": ((*OWN, "data.path=/x"), "data.path: "),
     "other weights": ((*OWN, "run.init_from=/x"), "run.init_from: "),
-    "not a setting": ((*OWN, "colour"), "colour: expected a setting a.b=value"),
+    "not a setting": ((*OWN, "colour"), "colour: expected a setting of the form a.b=value"),
     "vocabulary": ((*OWN, "--init", "random", "model.vocab_size=60"), "model.vocab_size: 60"),
 }
 

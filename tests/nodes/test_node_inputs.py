@@ -26,7 +26,7 @@ metadata.version = lambda name: "0.1" if name == "torch" else version(name)
             ("parallel.tensor: ", "node 0 (host0), node 1 (host1)", "multiple of 2"),
         ),
         ((1, 1), "run.device=cuda", ("run.device: ", "no GPU", "run.device=cpu")),
-        ((1, 1), "parallel.engine=single", ("parallel.engine: single runs only one rank", "use ddp")),
+        ((1, 1), "parallel.engine=single", ("parallel.engine: single supports only one rank", "use ddp")),
     ],
 )
 def test_a_refusal_of_node_0_is_printed_on_every_node(

@@ -43,7 +43,7 @@ def measure(
 
 
 def main() -> None:
-    print(f"| precision | rate | compared with 1 rank | {' | '.join(f'{count} steps' for count in STEPS)} |")
+    print(f"| precision | rate | run | {' | '.join(f'{count} steps' for count in STEPS)} |")
     print("|" + "---|" * (3 + len(STEPS)))
     with tempfile.TemporaryDirectory() as root:
         for precision, rate, name, grown in measure(Path(root)):

@@ -79,7 +79,7 @@ def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path)
     shown = [line.split(" | ") for line in out.getvalue().splitlines()]
     steps = ["step 20", "step 25", "step 20", "step 30", "step 35", "step 30"]
     assert [line[0] for line in shown] == steps
-    what = ["held-out loss 6.0000 nats ± 0.0392", "4,096 masked tokens of 216 sequences, 15.0 % masked"]
+    what = ["held-out loss 6.0000 nats ± 0.0392", "4,096 masked tokens in 216 sequences, 15.0 % masked"]
     assert shown[2][1:] == what
 
 

@@ -95,6 +95,7 @@ DIVERGED = [outcome(lr, None, status="diverged") for lr in (2, 1, 4)]
         (ENDS, 100.0, [32]),  # at most 4 x 2^3
         ([*ENDS, outcome(32, 0.5)], 100.0, []),
         (DIVERGED, 100.0, [0.5]),
+        ([*DIVERGED, outcome(0.5, None, status="failed")], 100.0, []),  # not the same rate again
         ([outcome(1, None, status="failed")], 100.0, []),
     ],
 )

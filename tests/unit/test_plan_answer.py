@@ -254,7 +254,7 @@ PRICE = "run.price_per_device_hour=2.5"
     ("settings", "gpu", "nproc", "expected"),
     [
         ("", H100, 8, {"batch": "accumulation 8 x dp 8", "micro": "128 is", "tokens": 24}),
-        ("batch.ramp_fraction=0", H100, 8, {"micro": "1024 is the largest that divides the batch per"}),
+        ("batch.ramp_fraction=0", H100, 8, {"micro": "1024 is the largest that divides a replica's share"}),
         # a token budget gives a time, and auto precision follows the GPU
         ("schedule.tokens=1000000000", "T4-16G", 1, {"memory": "fp16", "time": "of training"}),
         # a dollar budget gives the tokens of the hours that it pays for

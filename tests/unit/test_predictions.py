@@ -283,7 +283,7 @@ def test_load_names_what_it_cannot_read(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no valid checkpoint" in issues_of(bert_dp.load, tmp_path / "empty")[0]
     (run_dir / "tokenizer.json").write_text("{}")
-    assert "not a tokenizer.json" in issues_of(bert_dp.load, run_dir)[0]
+    assert "not a valid tokenizer.json" in issues_of(bert_dp.load, run_dir)[0]
     (run_dir / "tokenizer.json").unlink()
     (line,) = issues_of(bert_dp.load, run_dir)
     assert line.endswith(f"copy the tokenizer.json of the run's shards to {run_dir / 'tokenizer.json'}")

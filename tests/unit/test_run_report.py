@@ -41,10 +41,10 @@ def test_every_number_is_shown_with_its_denominator(tmp_path: Path) -> None:
     assert bare == ["checkpoint"]
     loss, basis, interval = rows["Outcome", "held-out loss"].replace("; ", " | ").split(" | ")
     assert (loss, interval) == ("6.2500 nats ± 0.0392", "±: 95 % interval over sequences")
-    assert basis == "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked"
+    assert basis == "mean over 4,096 masked tokens in 216 sequences, 15.0 % masked"
     assert rows["Work", "optimizer steps"].endswith("global batch 64 = micro 16 x accumulation 2 x dp 2")
     assert rows["Throughput", "token rate"] == "16.4 k tokens/s | summed over 2 CPU ranks"
-    assert rows["Throughput", "MFU"] == "n/a | model FLOP/s / fp32 peak of the device (unknown)"
+    assert rows["Throughput", "MFU"] == "n/a | model FLOP/s divided by the fp32 peak of the device (unknown)"
     assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of the wall time, part of train"
     assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
@@ -68,21 +68,21 @@ def test_the_console_is_compact_and_shows_unusual_values(tmp_path: Path) -> None
         (
             {"heldout_loss": 7.0},
             "ok",
-            "6.7500 nats), which is no better than word frequencies; train longer.",
+            "6.7500 nats). The model predicts no better than word frequencies do; train longer.",
         ),
         ({"heldout_loss": None}, "ok", "not recorded"),
         ({"unigram_entropy_nats": None}, "ok", "held-out loss 6.2500 nats ± 0.0392."),
         ({"heldout": None}, "ok", "held-out loss 6.2500 nats (a context-free"),
         (failed("OOM\nmore"), "fail", "exit code 1): OOM"),
         ({"status": "failed"}, "fail", "cause not recorded"),
-        ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
+        ({"status": "stopped", "signal": 15}, "warn", "by SIGTERM at step 100, after saving a checkpoint."),
         ({"status": "stopped", "signal": None, "checkpoint": None}, "warn", "by a signal at step 100."),
         ({"heldout": SCORED}, "ok", "step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples."),
         ({"heldout": {**SCORED, "scores": {}}}, "ok", "no score: a logit was not finite on 277 examples."),
         (
             {"heldout": {**SCORED, "one_class": ["dev", "test"]}},
             "warn",
-            "Every example of dev, test is assigned",
+            "Every example in dev, test is assigned",
         ),
     ],
 )

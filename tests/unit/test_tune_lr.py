@@ -177,8 +177,8 @@ def test_diverged_and_failed_rates_are_excluded_and_reported(run: Run) -> None:
     ("part", "reason"),
     [
         ("range test", "range-test: oom: oom"),
-        ("short", "every rate of the first rung has a failed or diverged run"),
-        ("whole", "every rate of the last rung has a failed or diverged run"),
+        ("short", "in the first rung, every rate has a failed or diverged run"),
+        ("whole", "in the last rung, every rate has a failed or diverged run"),
     ],
 )
 def test_a_search_without_successful_trials_fails(run: Run, part: str, reason: str) -> None:
