@@ -48,7 +48,7 @@ def plan(
     page: Annotated[Path | None, Option(help="HTML file to write: a calculator with sliders.")] = None,
     json: opt.Json = False,
 ) -> int:
-    """Plan model size and tokens for a budget, and predict the loss."""
+    """Plan model size and tokens for a budget; predict the loss."""
     if context.invoked_subcommand is not None:
         return 0
     from launcher import results

@@ -74,7 +74,7 @@ def test_each_rank_may_use_a_share_of_the_host(dry_run: Dry, times: float, refus
     lines = [line for line in output.splitlines() if line.startswith("warning: batch.micro_size")]
     assert (len(issues), len(lines)) == (refused, warned)
     for line in (*issues, *lines):
-        assert "this machine / 2 ranks" in line
+        assert "host memory, shared by 2 ranks" in line
         match = re.search(r"batch.micro_size=(\d+)", line)
         assert match is not None, line
         batch = {"micro_size": int(match[1])}
