@@ -34,14 +34,14 @@ Paths = PathLike | Sequence[PathLike]
 Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
-ERROR, FAILED = "error: ", "failed: "  # prefixes of lines that report bad input or a failure
+ERROR, FAILED = "error: ", "failed: "  # prefixes of the lines that report bad input or a failure
 # notebooks set FORCE_COLOR, which would make a command draw progress bars as on a terminal
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """Snapshot of a run directory. Functions that accept a path also accept a Run."""
+    """Snapshot of a run directory. It can be passed to any function that accepts the path of a run."""
 
     directory: Path
     config: Config | None = dataclasses.field(repr=False)
@@ -53,16 +53,16 @@ class Run(os.PathLike[str]):
     report: Path | None
     """Path of report.html, or None."""
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """Records of metrics.jsonl, one per logged step; pass the list to `pandas.DataFrame` for a table."""
+    """Records in metrics.jsonl, one per logged step; pass the list to `pandas.DataFrame` for a table."""
     evals: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """Records of evals.jsonl, one per held-out evaluation."""
+    """Records in evals.jsonl, one per held-out evaluation."""
 
     def __fspath__(self) -> str:
         return str(self.directory)
 
     @property
     def results(self) -> dict[str, Any]:
-        """Return the results of the last held-out evaluation: the loss and, for a finetuned run, scores."""
+        """Return the last held-out evaluation's results: the loss and, for a finetuned run, its scores."""
         heldout = self.summary.heldout if self.summary is not None else None
         return {} if heldout is None else heldout.model_dump(mode="json", exclude_none=True)
 
@@ -110,11 +110,11 @@ def train(
     `settings` override the configuration; the keys are dotted or nested: `{"schedule.steps": 20}`. `run_dir`
     defaults to runs/NAME-DATE-TIME; if it contains a run, that run resumes. `allow_code` permits execution of
     the Python files named in `task` and `optim.name`. `on_log` is called in this process with each new record
-    of metrics.jsonl; its first exception is printed, and the run continues. The command's output is written
+    in metrics.jsonl; its first exception is printed, and the run continues. The command's output is written
     to sys.stdout unless `quiet` is true. After an interrupt, the ranks finish their step and save a
     checkpoint; a second interrupt stops them immediately. If this process is killed, the run stops.
 
-    Raises ConfigError if the input is bad, with a list of all issues; TrainingFailed if the run fails; and
+    Raises ConfigError, with a list of all issues, if the input is bad; TrainingFailed if the run fails; and
     KeyboardInterrupt after an interrupt.
     """
     directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
@@ -134,8 +134,9 @@ def finetune(
     **options: Any,
 ) -> Run:
     """Finetune a pretrained run on a classification or regression task. `options`: options of `bert-dp
-    finetune`, such as `task` and `data`, or `train`, `dev` and `label`. See `train` for the other arguments.
-    `results["scores"]` has keys such as "dev/f1". If `seeds` > 1, each run has its own subdirectory."""
+    finetune`, such as `task` and `data`, or `train`, `dev` and `label`. For the other arguments, see train().
+    `results["scores"]` has keys such as "dev/f1". If `seeds` > 1, `run_dir` contains one directory per run,
+    such as seed-0, for read_run(), and the returned Run has no results."""
     directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
     arguments = _arguments("finetune", [run], settings, **options, run_dir=directory)
     return _train(arguments, directory, quiet, on_log)
@@ -150,7 +151,7 @@ def evaluate(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Measure the held-out loss of one or several runs on `texts`. Without `texts`, score a single run on
+    """Measure the held-out loss of one or several runs on `texts`. Without `texts`, evaluate one run on
     GLUE and write the results to the directory `out`. `options`: options of `bert-dp eval mlm` or of `bert-dp
     eval glue`, such as `data`. Raises ConfigError and RuntimeError."""
     first, *_ = named = _path_list(run)
@@ -169,7 +170,7 @@ def predict(
     quiet: bool = False,
     **options: Any,
 ) -> Result:
-    """Label or encode `examples` (a file, texts or pairs of texts) with a run or an exported directory.
+    """Label or encode `examples` (a file, texts or pairs of texts) with a run or the directory of an export.
     `results` contains one record per example. `options`: options of `bert-dp predict`. Raises ConfigError and
     RuntimeError."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -189,7 +190,7 @@ def predict(
 def export(
     run: PathLike, out: PathLike, format: ExportFormat = "hf", *, quiet: bool = False, **options: Any
 ) -> Result:
-    """Export a run to the new directory `out`; `results` is the content of export.json. `options`: options of
+    """Export a run to the new directory `out`. `results`: contents of export.json. `options`: options of
     `bert-dp export FORMAT`. Raises ConfigError and RuntimeError."""
     _run_verb(_arguments(f"export {format}", [run], **options, out=out), quiet)
     return Result(_absolute(out), files.read_json(_absolute(out) / EXPORTED))
@@ -309,7 +310,7 @@ def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
 
     def poll() -> None:
         while (found := tail.lines())[0]:
-            for line in [] if found[1] else found[0]:  # skip the lines of a replaced file, which are old
+            for line in [] if found[1] else found[0]:  # if the file was replaced, these lines are old
                 try:
                     call(json.loads(line))
                 except Exception as error:
@@ -321,7 +322,7 @@ def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
 
 
 def _printed_failure(ended: _Outcome) -> Failure:
-    """Describe the failure of a command by its exit code and its last messages."""
+    """Describe the failure of a command, using its exit code and its last message."""
     if ended.code < 0:
         return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
     if ended.code > 128:

@@ -33,7 +33,7 @@ PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def num_parameters(model: ModelConfig, sequence_length: int) -> int:
-    """Count the trainable parameters; the tied embedding counts once.
+    """Count the trainable parameters, including the tied embedding once.
 
     Reference value: 119,589,889 for Crammed BERT with a vocabulary of 32,768 tokens.
     """
@@ -58,7 +58,7 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
 
 
 def linear_parameters(model: ModelConfig) -> int:
-    """Count the weights of the matrix products in the blocks, or in the gates of both directions of a BiLSTM.
+    """Count the weights of the linear layers in the blocks, or of the gates in both directions of a BiLSTM.
     This number is N_linear in the formula of flops_per_token."""
     h, i = model.hidden_size, model.intermediate_size
     if model.lstm_size:
@@ -91,7 +91,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
-    """Estimate the peak memory of each of `world_size` ranks that do not use torch.compile, as {part: GiB}.
+    """Estimate each rank's peak memory in a run without torch.compile, as {part: GiB}.
 
     Weights, gradients and optimizer state follow arXiv 1910.02054; each is divided among the ranks that shard
     it. fsdp and ZeRO stage 3 also gather the embedding and two blocks. With gradient accumulation, fsdp keeps
@@ -123,7 +123,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         weights += parameters * wide / dp
     parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts |= _activation_bytes(config, wide, narrow)
-    if narrow != wide:  # copies that autocast keeps for the backward pass, even with sharding
+    if narrow != wide:  # weight copies that autocast keeps for the backward pass, even with sharding
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
 
@@ -131,7 +131,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
 # constants for CPU ranks, derived from the peak resident set of short runs of quickstart and small-text
 # (micro batch sizes 4 to 64, without torch.compile, torch 2.13, glibc 2.36)
 PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
-HEAP_SHARE = 0.5  # glibc heap fragmentation and kernels' scratch memory, relative to one micro batch's memory
+HEAP_SHARE = 0.5  # glibc heap fragmentation and kernels' scratch memory, relative to activations and logits
 
 
 def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
@@ -186,7 +186,7 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
         length = config.data.sequence_length
         a_block += model.num_heads * length * (3 * narrow + 1) / tensor
     saved = model.num_layers * a_block
-    if config.parallel.activation_checkpointing:  # saved: one block, and the inputs of all blocks
+    if config.parallel.activation_checkpointing:  # saved: one block's activations, and all blocks' inputs
         saved = a_block + model.num_layers * residual * h
     predicted = config.batch.micro_size * config.num_masked
     # logits in the autocast dtype; log-probabilities and their gradient in fp32 or wider
@@ -194,15 +194,15 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
     return {"activations": tokens * saved, "logits": logits}
 
 
-ITERATIONS = 40  # maximum iterations of Newton's method; about ten suffice
+ITERATIONS = 40  # maximum number of iterations of Newton's method; about ten suffice
 
 
 @functools.cache
 def student(degrees: int, level: float = 0.95) -> float:
     """Return t with P(|T| <= t) = level, where T follows Student's t with `degrees` degrees of freedom.
 
-    With theta = atan(t / sqrt(degrees)), the density is proportional to cos(theta)^(degrees - 1). Its
-    integral (Gauss-Legendre quadrature) is concave in theta: Newton's method converges monotonically from 0.
+    With theta = atan(t / sqrt(degrees)), the density of theta is proportional to cos(theta)^(degrees - 1).
+    Its integral (Gauss-Legendre quadrature) is concave, so Newton's method converges monotonically from 0.
     """
     import numpy as np
 

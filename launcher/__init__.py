@@ -1,1 +1,1 @@
-"""The launcher: the command line, supervision of runs and reports. No module imports torch at top level."""
+"""The launcher: command line, supervision of runs, and reports. No module imports torch at top level."""

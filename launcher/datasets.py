@@ -25,8 +25,8 @@ OPTIONS = {
     "data.build.text_field": "--text-key",
 }
 """Setting -> option of `data build` that sets it, for error messages."""
-SAMPLE_CHARS = 300  # maximum length of a sample in the report
-SHOWN_SOURCES = 20  # maximum rows in the table of sources; those with the largest `SourceFile.loss`
+SAMPLE_CHARS = 300  # maximum length of a sample in the report, in characters
+SHOWN_SOURCES = 20  # the table of sources shows at most this many rows, largest `SourceFile.loss` first
 SPLIT_COLUMNS = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
 SOURCE_COLUMNS = [
     Quantity("documents", "documents", "count"),
@@ -92,7 +92,7 @@ def build(
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
-    """Verify shards and print a report; return 1 if any is damaged. Raise ConfigError if any is missing."""
+    """Verify and report on shards; return 0, or 1 if any is damaged. Raise ConfigError if any is missing."""
     from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())
@@ -131,7 +131,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
 
 
 def _share(sources: Sequence[SourceFile], part: str, whole: str) -> str:
-    """Sum the counts `part` and `whole` over all sources, and format both sums with their ratio."""
+    """Sum the fields `part` and `whole` over all sources, and format both sums with their ratio."""
     counted, total = (sum(getattr(source, name) for source in sources) for name in (part, whole))
     return f"{counted:,} of {total:,} ({format_percent(counted / max(1, total))})"
 

@@ -1,8 +1,8 @@
-"""Resolve the configuration, devices, data and output directory of verbs that start runs.
+"""Resolve the configuration, devices, data and output directory for verbs that start runs.
 
 A measuring verb (`scale`, `tune`, `eval glue`) runs many trials and locks its output directory. It resumes an
-earlier call only if options, machine, versions and data are the same, because the results would not be
-comparable otherwise.
+earlier call only if options, machine, versions and data are the same, because otherwise the results
+would not be comparable.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-CPU_RANKS = 2  # ranks for --nproc auto if no GPU is used
+CPU_RANKS = 2  # number of ranks for --nproc auto if no GPU is used
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Configuration of a verb, with absolute paths, and the machine on which the verb runs."""
 
-    name: str  # start of default directory names, such as the configuration's file name without suffix
+    name: str  # start of default directory names, for example the configuration file's name without suffix
     config: Config
     machine: Environment
     allow_code: bool = False  # whether the user's Python files (`task`, `optim.name`) may be executed
@@ -75,7 +75,7 @@ class Job:
         return ranks
 
     def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
-        """Return an issue if `ranks` ranks, set by `option`, need more GPUs than are visible, else []."""
+        """Return one issue if `ranks` ranks, a number set by `option`, need more GPUs than are visible."""
         if self.config.run.device == "cuda" and not self.gpus:
             hint = "use run.device=cpu or auto"
             return [Issue("run.device", "unsupported", "is cuda, but no GPU is visible", hint=hint)]
@@ -86,7 +86,7 @@ class Job:
         return []
 
     def device_warnings(self) -> list[str]:
-        """Return a warning if CUDA_VISIBLE_DEVICES selects no usable GPU, else []."""
+        """Return one warning if CUDA_VISIBLE_DEVICES names only unusable GPUs, otherwise an empty list."""
         machine = self.machine
         if self.config.run.device == "cpu" or not machine.names_absent_gpus:
             return []
@@ -96,14 +96,14 @@ class Job:
         ]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
-        """Return `given`, by default FOLDER/NAME-KIND-DATE-TIME, as an absolute path."""
+        """Return the absolute path of `given` or, if it is None, of FOLDER/NAME-KIND-DATE-TIME."""
         name = "-".join([*filter(None, (self.name, kind)), time.strftime("%Y%m%d-%H%M%S")])
         return (given or Path(folder) / name).resolve()
 
 
 @contextlib.contextmanager
 def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
-    """Name options instead of settings in ConfigErrors of a `with` block. `options`: setting -> option."""
+    """Name options, not settings, in ConfigErrors raised in a `with` block. `options`: setting -> option."""
     try:
         yield
     except ConfigError as error:
@@ -208,7 +208,7 @@ def has_package(name: str) -> bool:
 
 
 def built_data(config: Config) -> Path | None:
-    """Return the shard directory, or None if not yet built. Raise ConfigError if the sources are unusable."""
+    """Return the shard directory, or None if none exists. Raise ConfigError if the sources are unusable."""
     if config.data.path is not None:
         return Path(config.data.path)
     found = _run_data_build(config, "find")
@@ -236,7 +236,7 @@ COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # packages whose ver
 
 
 def place_issues(directory: Path, option: str) -> list[Issue]:
-    """Return an issue for `option` if `directory` is not writable, else []. Raise OSError on a read error."""
+    """Return one issue for `option` unless `directory` is writable. Raise OSError on a read error."""
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     if not existing.is_dir():
         return [Issue(option, "exists", f"{directory} cannot be created: {existing} is a file")]
@@ -248,8 +248,8 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 @contextlib.contextmanager
 def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, if the directory contains only the lock file, remove
-    that file and, if this call created the directory, the directory too. Raise ConfigError for `option` if
-    the directory is not writable or is in use. `what`: noun for messages."""
+    the file, and also the directory if it did not exist before. Raise ConfigError for `option` if the
+    directory is not writable or is in use. `what`: noun for messages."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -283,7 +283,7 @@ class Output(Generic[P]):
     grows: tuple[str, ...] = ()  # numbers in fixed fields (`field` or `field.name`) that may increase
 
     def issues(self) -> list[Issue]:
-        """Return an issue if this verb cannot use the directory, else []. Raise OSError on a read error."""
+        """Return one issue unless the verb can use the directory. Raise OSError on a read error."""
         hint = "choose another directory"
         if issues := place_issues(self.path, "--out"):
             return issues
@@ -310,7 +310,7 @@ class Output(Generic[P]):
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> tuple[dict[str, Any], Path, Manifest]:
         """Prepare the data and call `begin_with`. Return its result, the shard directory and the manifest.
-        Raise ConfigError if `begin_with` does, or if the data is unusable."""
+        Raise ConfigError if the data is unusable, or if `begin_with` raises it."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):
@@ -318,8 +318,8 @@ class Output(Generic[P]):
         return self.begin_with(manifest.hash), shards, manifest
 
     def begin_with(self, data_hash: str) -> dict[str, Any]:
-        """Write the plan and environment.json. Return the fields of a result file that identify the machine,
-        the configuration and the data. Raise ConfigError if machine, versions or data have changed."""
+        """Write the plan and environment.json. Return the result fields that identify machine, configuration
+        and data. Raise ConfigError if machine, versions or data have changed since an earlier call."""
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))

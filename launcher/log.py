@@ -72,7 +72,7 @@ def runnable(command: str) -> str:
 
 
 def masked_command(argv: Sequence[str]) -> list[str]:
-    """Mask secrets in a command line, such as `--token=abc`, `TOKEN=abc`, `--api-key abc` or `Token: abc`."""
+    """Mask secrets in `argv`, such as abc in `--token=abc`, `TOKEN=abc`, `--api-key abc` or `Token: abc`."""
     secrets = files.secret_values(os.environ)
     shown = []
     for before, item in zip(("", *argv), argv, strict=False):

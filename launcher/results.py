@@ -78,7 +78,7 @@ class Measurement(StoredFile):
     status: MeasureStatus = "complete"
     reason: str | None = None  # cause of status `failed`
     date: str | None = None
-    seconds: float | None = None  # total duration of all trials, including those of earlier calls
+    seconds: float | None = None  # total duration of all trials, including those that earlier commands ran
     environment: dict[str, Any] = {}  # contents of environment.json
     config_hash: str | None = None
     config: dict[str, Any] = {}  # resolved configuration
@@ -94,7 +94,7 @@ class TuneFile(Measurement):
 
 
 class PlanFile(StoredFile):
-    """Plan that a measuring verb stores in its directory: the configuration and the latest call's options."""
+    """Plan that a measuring verb stores in its directory: the configuration and the options last used."""
 
     hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1

@@ -25,7 +25,7 @@ NORMAL = 1.960  # two-sided normal quantile at LEVEL
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
     """Resample the mean step time of repeated runs by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
 
-    `repeats`: R lists with the seconds of each timed step. A draw resamples R repeats with replacement, and
+    `repeats`: R lists of step times in seconds. A draw resamples R repeats with replacement, and
     blocks of BLOCK steps within each repeat; its value is the median of the R means. With few repeats, the
     draws spread too little, so each draw's log distance from the measured median is multiplied by
     (Student's t / normal quantile) * sqrt(R / (R - 1)). Return the draws [DRAWS] in seconds; None if R is 1.
@@ -71,7 +71,7 @@ def is_measurable(interval: Sequence[float] | None) -> bool:
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
-    """Resample `steps` in circular blocks, which give all steps equal weight; return the means, [DRAWS]."""
+    """Resample `steps` in circular blocks, which give all steps equal weight. Return the means [DRAWS]."""
     import numpy as np
 
     count = -(-len(steps) // BLOCK)
@@ -82,7 +82,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """Return the central interval [low, high] with a share LEVEL of the draws; None if `draws` is None."""
+    """Return the central interval [low, high] holding a share LEVEL of the draws; None if `draws` is None."""
     if draws is None:
         return None
     import numpy as np
@@ -92,5 +92,5 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Return the interval of scale * over / under, from independent draws of both. None if either is None."""
+    """Return the interval of scale * over / under for independent sets of draws; None if either is None."""
     return None if over is None or under is None else interval(scale * over / under)

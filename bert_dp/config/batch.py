@@ -37,7 +37,7 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Return the batch layout on `world_size` ranks. Raises ConfigError if settings conflict, or if
+    """Return the batch layout for `world_size` ranks. Raises ConfigError if settings conflict, or if
     batch.global_size or batch.ramp_quantum is not a multiple of micro_size x dp. In the latter case, the hint
     lists the nearest multiples."""
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
@@ -72,8 +72,8 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
-    """Return the spent share of the budget, in [0, 1]. If the budget is in epochs, call with_budget first.
-    `spent`: elapsed seconds if the budget is in hours, share spent if in dollars or kWh, else unused."""
+    """Return the share of the budget spent so far, in [0, 1]. For a budget in epochs, call with_budget first.
+    `spent`: elapsed seconds for a budget in hours, share spent for one in dollars or kWh, else unused."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -85,8 +85,8 @@ def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """Return the configuration with a budget in epochs converted to tokens. For labelled
-    examples, which differ in length, it is converted to whole steps. `num_samples`: samples per epoch."""
+    """Return the configuration with a budget in epochs converted to tokens or, for labelled
+    examples, which differ in length, to whole steps. `num_samples`: samples per epoch."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -98,7 +98,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return a step's global batch, in sequences. `progress`: share of the budget spent before the step."""
+    """Return a step's global batch size in sequences. `progress`: budget share spent before the step."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -112,7 +112,7 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """Return the peak learning rate of a run, and the equation for it as text. `lr: auto` selects the untuned
+    """Return the peak learning rate of a run and, as text, its equation. `lr: auto` selects the untuned
     LAMB rule. `lr_scaling: sqrt` is the rule for Adam (arXiv 2205.10287), LAMB and Muon. Under this rule, the
     noise that the updates add over a given number of samples does not depend on the batch size. `linear` is
     the rule for SGD (arXiv 1706.02677)."""

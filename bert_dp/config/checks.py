@@ -86,7 +86,7 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find the settings whose ranks must share a node but are on several nodes. `sets`: result of rank_sets.
+    """Check that each group of ranks that must share a node does so. `sets`: group sizes from rank_sets.
     `nodes`: each rank's node, as a name or as HOST/BOOT_ID; messages omit the boot ID."""
     issues = []
     for setting, size in sets.items():
@@ -103,7 +103,7 @@ def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
 
 
 def residual_issues(config: Config, precision: str) -> list[Issue]:
-    """Check that `precision` permits model.residual_dtype; accept auto, because it is resolved later."""
+    """Check that `precision` permits model.residual_dtype; auto does, because it is resolved later."""
     if config.model.residual_dtype == "full" or precision in ("auto", "bf16"):
         return []
     decided = " (auto)" if config.precision == "auto" else ""
@@ -229,7 +229,7 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
 
 def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that must match `old`, the configuration of the run that trained the weights, but differ.
-    Equal shapes do not suffice: with another number of heads, the weights load but give wrong outputs."""
+    Equal shapes do not suffice: if num_heads differs, the weights load but give wrong outputs."""
     before, after = flat(old), flat(new.model_dump(mode="json"))
     of_model = [(path, marks) for path, _, marks in schema.all_settings() if path.startswith("model.")]
     fixed = [path for path, marks in of_model if schema.FREE_FROM_WEIGHTS not in marks]
@@ -250,7 +250,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one mapping with keys such as `a.b`."""
+    """Flatten nested mappings into one mapping with keys such as `a.b`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{above}{key}"
@@ -277,7 +277,7 @@ _USE_ONNX = "use `bert-dp export onnx`, which supports any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the transformers architecture with the model's position and norm settings, or None."""
+    """Return the transformers architecture that has the model's position and norm settings, or None."""
     name = _CLASSES.get((model.position, model.norm, model.norm_position))
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
@@ -324,7 +324,7 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
 
 
 def export_formats(config: Config) -> str:
-    """Describe the export formats of a run, and name the settings that no transformers class supports."""
+    """List the export formats available for a run, and the settings that no transformers class supports."""
     if config.task is not None:
         return "none, because the model belongs to a custom task"
     if config.model.lstm_size:
@@ -341,7 +341,7 @@ def decide_precision(
     setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
 ) -> str:
     """Resolve the precision `setting`. auto becomes `kept`, the checkpoint's precision, if given; else bf16
-    if the devices (see `has_bf16`) and all `engines` support bf16; else fp16 on GPUs and fp32 on CPUs."""
+    if the devices (`has_bf16`) and all `engines` support it; else fp16 on GPUs and fp32 on CPUs."""
     if setting != "auto":
         return setting
     if kept is not None:
@@ -352,8 +352,8 @@ def decide_precision(
 
 
 def cpu_field(name: str, root: Path = Path("/")) -> str:
-    """Return the value of a field, such as "flags" or "model name", of the first CPU in /proc/cpuinfo; "" if
-    it cannot be found. `root`: the directory that contains proc/."""
+    """Return a field of the first CPU in /proc/cpuinfo, such as "flags" or "model name"; "" if the field
+    cannot be found. `root`: the directory that contains proc/."""
     text = ""
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -379,7 +379,7 @@ class ProfilePlan:
     ranks: tuple[int, ...]
 
     def options(self, world_size: int) -> list[str]:
-        """Return the worker's profiling options for the ranks below `world_size`; [] if there are none."""
+        """Return the worker's profiling options for ranks below `world_size`; [] if no such rank exists."""
         ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
         return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
@@ -398,8 +398,8 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
 
 
 def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
-    """Find steps and ranks in `plan` that the run does not have. `steps`: last step of the run; None =
-    unknown. `done`: step of the checkpoint from which the run resumes."""
+    """Find steps in `plan` that the run does not execute, and ranks that it does not have. `steps`: last step
+    of the run; None = unknown. `done`: step of the checkpoint from which the run resumes."""
     issues = []
     if steps is not None and plan.last > steps:
         message, hint = f"step {plan.last} is after the last step ({steps})", f"use END <= {steps + 1}"

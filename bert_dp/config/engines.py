@@ -1,4 +1,4 @@
-"""Declare engine and optimizer properties that checks, cost estimates, plans and advice use. Torch-free.
+"""Declare properties of engines and optimizers for checks, cost estimates, plans and advice. Torch-free.
 
 Each engine has a row in ENGINES and a file `bert_dp/parallel/NAME.py`; each optimizer has a row in OPTIMIZERS
 and a file `bert_dp/optim/NAME.py`.
@@ -17,7 +17,7 @@ class EngineFacts:
     """Properties of an engine; the defaults describe plain data parallelism."""
 
     shards: tuple[Shard, ...] = ()
-    """Kinds of state that are sharded over the replicas; if `stages` is true, only the first `zero_stage`."""
+    """Kinds of state sharded over the replicas; if `stages` is true, only the first `zero_stage` of these."""
     stages: bool = False
     """True if `parallel.zero_stage` has an effect."""
     settings: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class EngineFacts:
     waits_in_forward: bool = False
     """True if ranks wait for each other in forward passes, so that a rank's compute time is unknown."""
     master_copy: bool = False
-    """True if each rank keeps a second copy of the weights that it updates (ZeRO stages 1 and 2)."""
+    """True if each rank keeps a second copy of the weights in its shard (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
     """True if gradients stay whole during accumulation and are sharded in the last micro batch of a step."""
     package: str | None = None
@@ -90,7 +90,7 @@ def engine_facts(engine: str) -> EngineFacts:
 
 
 def sharded(engine: str, zero_stage: int) -> tuple[Shard, ...]:
-    """Return the state that `engine` shards over the replicas."""
+    """Return the kinds of state that `engine` shards over the replicas."""
     facts = engine_facts(engine)
     return facts.shards[:zero_stage] if facts.stages else facts.shards
 
@@ -118,7 +118,7 @@ class OptimizerFacts:
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
     """What the update of a shard needs besides the shard: whole tensors, tensor norms, or a whole replica."""
     matrix_moments: int = 2
-    """Number of optimizer-state values per parameter in weight matrices of blocks; 2 for other parameters."""
+    """Optimizer-state values per parameter in the blocks' weight matrices; any other parameter has 2."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {

@@ -1,5 +1,5 @@
-"""Define Issue, a problem with a setting, option, file or package, and ConfigError. Read untrusted files,
-which must be regular files of limited size, and describe each problem in a file in one line."""
+"""Define ConfigError and Issue. An Issue is a problem with a setting, option, file or package. Also read
+untrusted files, which must be regular and of limited size, and state each problem in a file in one line."""
 
 import contextlib
 import dataclasses
@@ -25,8 +25,8 @@ IssueKind = Literal[
     "unknown",  # no setting, task, column or format has this name
     "wrong_type",
     "out_of_range",
-    "conflict",  # the value contradicts the setting or file in `other`
-    "no_effect",  # the setting in `other` disables this setting
+    "conflict",  # the value contradicts the setting, option or file in `other`
+    "no_effect",  # the setting or option in `other` disables this one
     "does_not_divide",  # the value is not a divisor, or not a multiple, of another value
     "not_found",  # the file or directory does not exist or cannot be opened
     "exists",  # the output directory is in use or contains other files
@@ -46,7 +46,7 @@ class Issue:
     message: str
     value: Any = None
     other: str | None = None
-    """Conflicting setting or file."""
+    """Other setting, option or file that is involved in the problem."""
     hint: str | None = None
     """Suggested fix."""
 
@@ -80,7 +80,7 @@ class ConfigError(ValueError):
 
 def require(module: str, extra: str, what: str) -> Any:
     """Import and return an optional module. If it is missing, raises ConfigError with a command that installs
-    `extra`. `what`: setting, file or command that needs the module, plus an optional `: VALUE` or `: USE`."""
+    `extra`. `what`: setting, file or command that needs the module; it may end in `: VALUE` or `: USE`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -105,13 +105,13 @@ def install_command(extra: str) -> str:
 
 
 class StoredModel(BaseModel):
-    """Base class for models of stored data. Types are strict, numbers finite, and unknown keys ignored."""
+    """Base class for stored data. Types are strict, numbers are finite, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Describe each of the first eight problems in a file in one line: key, problem, and value if scalar."""
+    """Return a line for each of the first eight problems with a file: key, problem, and value if scalar."""
     lines = []
     for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
@@ -124,9 +124,9 @@ def problem_lines(error: ValidationError) -> list[str]:
 
 @contextlib.contextmanager
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
-    """Convert an error from reading a file (OSError, ValueError, RecursionError) to ConfigError. `setting`:
-    the file, or an option that names it. `what`: for an option, the file or the part of the file that is
-    read. Each message starts with `what`."""
+    """Convert an error from reading a file (OSError, ValueError, RecursionError) to a ConfigError. `setting`:
+    the file, or the setting or option that names it. In the latter case, `what` is the file or the part of
+    the file that is read. Each message starts with `what`."""
     problems: list[str] = []
     kind: IssueKind = "damaged"
     try:

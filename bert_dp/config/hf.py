@@ -1,4 +1,4 @@
-"""Translate the config.json of a transformers encoder to `model` settings."""
+"""Translate the config.json of a transformers encoder into `model` settings."""
 
 import contextlib
 import dataclasses
@@ -91,7 +91,7 @@ class HfEncoder:
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return settings that the directory supplies. Configuration files and overrides take precedence."""
+        """Return the directory's settings. Configuration files and overrides take precedence."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -138,7 +138,7 @@ def read_hf(directory: Path) -> HfEncoder:
 
 
 def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return {setting: value} for the fields of config.json that SIZES and `optional` name."""
+    """Return {setting: value} for the fields of config.json that are named in SIZES and `optional`."""
     sizes = {setting: settings[field] for setting, field in SIZES.items()}
     return sizes | {name: settings.get(field, default) for name, (field, default) in optional.items()}
 
@@ -244,7 +244,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the SHA-256 of the run's tokenizer from export.json (an export may change the file), or None."""
+    """Return the run tokenizer's SHA-256 from export.json, or None. The exported tokenizer may differ."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
     return None

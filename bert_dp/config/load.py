@@ -79,13 +79,13 @@ _KINDS: Mapping[str, IssueKind] = {
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration from defaults, a YAML file and overrides (`a.b=value`, with the value in
+    """Build the configuration from defaults, a YAML file and overrides (`a.b=value`, with the value in
     YAML). If run.init_from is hf:DIR, DIR supplies the model settings and the tokenizer, unless they are set.
     Raises ConfigError with every problem, each with the full path of its setting and any suggestion."""
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # saved by a run
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # a run saved it
     return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
@@ -238,7 +238,7 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML loader (1.2 scalars) that rejects duplicate keys, and aliases, which may expand without limit."""
+    """YAML loader (1.2 scalars) that rejects duplicate keys and aliases. Aliases may expand without limit."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
@@ -282,7 +282,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a mapping from a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
+    """Read a mapping from a YAML file with at most MAX_CONFIG_BYTES and no aliases. Raises ConfigError."""
     with refusing(str(path)):
         data = _parse_yaml(read_regular(Path(path), MAX_CONFIG_BYTES).decode())
         if not isinstance(data, dict):
@@ -296,7 +296,7 @@ def _short(text: str) -> str:
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` overridden by `over`, section by section; modify neither."""
+    """Return `base` overridden by `over`, section by section; neither is modified."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -307,7 +307,7 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged_section(levels: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return a section of the merged levels, or {} if there is none."""
+    """Merge the levels and return the section `name`, or {} if there is no such section."""
     merged: dict[str, Any] = functools.reduce(_merged, levels, {})
     section = merged.get(name)
     return section if isinstance(section, dict) else {}

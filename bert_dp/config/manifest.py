@@ -114,7 +114,7 @@ class Manifest(HashedFile):
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
     special_tokens: dict[str, Count]
     num_special: Count
-    """Lowest id of the random tokens that masking inserts."""
+    """Lowest id that masking inserts as a random token."""
     train: Split
     held_out: Split
     unigram_entropy_nats: float | None
@@ -178,7 +178,7 @@ class Manifest(HashedFile):
         return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
 
     def warnings(self, config: Config) -> list[str]:
-        """Return one line for each setting that is compatible with the shards but probably unintended."""
+        """Return a warning for each setting whose value suits the shards but is probably unintended."""
         default = BuildConfig()
         warnings = [
             f"data.build.{name}: {value} has no effect; {config.data.path} was built with {was}"
@@ -186,7 +186,7 @@ class Manifest(HashedFile):
             if config.data.path and value not in ((was := getattr(self.build, name)), getattr(default, name))
         ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
-        if rows > -(-vocabulary // 128) * 128:  # vocabularies may be padded for faster kernels
+        if rows > -(-vocabulary // 128) * 128:  # padding to a multiple of 128 rows makes kernels faster
             excess = f"{rows} is {rows / vocabulary:.1f} times the shards' vocabulary of {vocabulary} tokens"
             effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
             warnings.append(f"model.vocab_size: {excess}; {effect}")
@@ -199,7 +199,7 @@ class Manifest(HashedFile):
 
 
 def lost_words(lost: int, letters: int) -> str:
-    """Describe the share and number of lost letters in a source."""
+    """Describe the share and number of lost letters in a source, a split or a file."""
     return f"{lost / max(1, letters):.1%} of its letters are lost ({lost:,} of {letters:,})"
 
 
@@ -216,7 +216,7 @@ def beyond(token: int, vocab_size: int) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """Read and check manifest.json. Also check the tokenizer's hash and the size of every shard, but not the
-    tokens. Raises ConfigError with the file and the expected and actual values."""
+    tokens in the shards. Raises ConfigError with each faulty file's name and expected and actual values."""
     manifest = read_hashed(directory, Manifest)
     issues = []
     expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
@@ -239,7 +239,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read a directory's `model.file_name`; check format, version, hash and content. Raises ConfigError."""
+    """Read `model.file_name` and check its format, version, hash and content. Raises ConfigError."""
     path = directory / model.file_name
     with errors.refusing(str(path), hint=model.hint):
         content = json.loads(errors.read_regular(path, errors.MAX_JSON_BYTES))
@@ -262,14 +262,14 @@ def format_of(model: type[HashedFile]) -> list[Any]:
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with the format and version that `model` specifies, plus a hash of all of them."""
+    """Return `content` plus the format and version that `model` specifies, and a hash of all three."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
 
 
 def hash_json(data: Any) -> str:
-    """Return the hex SHA-256 of JSON values, independent of key order."""
+    """Return the hex SHA-256 of a JSON value. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -291,10 +291,10 @@ class ExampleSplit(StoredModel):
     """Number of examples that were truncated to the sequence length."""
     has_labels: bool
     in_train: Count | None
-    """Number of examples whose texts also occur in train, ignoring case and white space; null for train."""
+    """Number of examples whose texts occur in the train split, ignoring case and white space; null for it."""
     baseline: dict[Metric, float | None] | None
-    """Metrics of a model that always predicts train's most frequent label or mean score. The field is null
-    for train and for splits without labels; a metric is null if it is undefined for constant predictions."""
+    """Metrics of a model that always predicts the most frequent label or mean score of the train split; null
+    for that split and for splits without labels. A metric is null if undefined for constant predictions."""
     left_out: Count
     """Number of rows that were skipped because they were invalid."""
     letters: Count
@@ -303,11 +303,11 @@ class ExampleSplit(StoredModel):
     without_tokens: Count
     """Number of examples in which at least one text has no tokens."""
     copies: Count = 0
-    """Number of augmented copies, which are at the end of the split. Each has the label of its original."""
+    """Number of augmented copies, stored at the end of the split, each with the label of its original."""
 
 
 class SpecialTokens(StoredModel):
-    """Ids of the padding token, and of the tokens that start and separate the texts of an example."""
+    """Ids of the padding token, of the token that starts an example, and of the separator token."""
 
     pad: Count
     cls: Count
@@ -339,7 +339,7 @@ class ExamplesManifest(HashedFile):
     official: bool | None
     """True if every split has GLUE's official number of rows; null if the task is not from GLUE."""
     dev_share: Share
-    """Share of train that was moved to dev; 0 if dev is a separate file."""
+    """Share of the train split that was moved to the dev split; 0 if the dev split has its own file."""
     hash: Sha256
 
     @property
@@ -381,7 +381,7 @@ class ExamplesManifest(HashedFile):
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """Return one line for each property of the data that is allowed but probably unintended."""
+        """Return a warning for each property of the data that is allowed but probably unintended."""
         warnings, fix = [], "finetune a run whose tokenizer supports this text"
         for name, split in self.splits.items():
             if split.without_tokens:
@@ -402,7 +402,7 @@ class ExamplesManifest(HashedFile):
 
 
 def read_examples(directory: Path) -> ExamplesManifest:
-    """Read and check the examples.json of prepared examples, a run or a checkpoint. Raises ConfigError."""
+    """Read and check examples.json in a prepared directory, a run or a checkpoint. Raises ConfigError."""
     return read_hashed(directory, ExamplesManifest)
 
 

@@ -20,7 +20,7 @@ def code_of(config: Config) -> dict[str, str]:
 
 
 def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
-    """Check that custom code is `allowed` and that its file defines the function. No code is executed."""
+    """Check that custom code is `allowed` and defines the functions in the settings. No code is executed."""
     issues = []
     for setting, text in code_of(config).items():
         file, function = split_code(text)
@@ -52,7 +52,7 @@ def code_hashes(config: Config) -> dict[str, str]:
 
 
 def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
-    """Find code files whose hashes differ from `saved`, the hashes in a checkpoint."""
+    """Find code files that have changed since a checkpoint was saved. `saved`: its {setting: hash}."""
     return [
         Issue(
             setting,

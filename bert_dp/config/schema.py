@@ -28,7 +28,7 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
-# limits far above any practical value; they catch typing errors and bound loop counts and integers in checks
+# limits far above any practical value: they catch typos and keep loops and integers in checks bounded
 MAX_BATCH = 2**20  # sequences per optimizer step
 MAX_STEPS = 10**12
 MAX_TOKENS = 10**18
@@ -40,16 +40,16 @@ PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
 CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # custom code, given as FILE.py:function
 FREE_ON_RESUME = "free on resume"
-"""Mark of a setting that may be changed when a run resumes."""
+"""Marks a setting that may be changed when a run resumes."""
 FREE_FROM_WEIGHTS = "free from weights"
-"""Mark of a model setting whose value may differ from the one with which run.init_from was trained."""
+"""Marks a model setting that need not have the value with which the weights in run.init_from were trained."""
 METERED = ("dollars", "kwh")  # budgets whose spending is recorded in ledger.json
 CLOCKED = ("hours", *METERED)  # budgets for which the number of steps is not known in advance
 BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # a schedule sets exactly one of these budgets
 
 
 class OnlyWith:
-    """Mark of a setting that has an effect only if the setting named `setting` has one of `values`. Without
+    """Marks a setting as having an effect only if the setting named `setting` has one of `values`. Without
     `values`, that setting must not be null, 0 or false."""
 
     def __init__(self, setting: str, *values: object):
@@ -147,7 +147,7 @@ class RunConfig(Section):
     its step count, as in phase 2 of pretraining with LAMB. moments requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
     """Stop the run after this many consecutive skipped steps. A step is skipped if its gradients are not
-    finite. With fp16, 16 more steps may be skipped, because each skip halves the loss scale."""
+    finite. With fp16, 16 more may be skipped, because each skip halves the loss scale, initially 2^16."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Report a hang after this many seconds without progress, with the stack of the rank that the others
     wait for. The limit is never less than three times the median step time, nor less than 300 s during
@@ -157,7 +157,7 @@ class RunConfig(Section):
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of the machines. All kWh values include it."""
+    """Power usage effectiveness: power of the building / power of its machines. All kWh values include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -169,7 +169,7 @@ class BuildConfig(Section):
 
     normalize: Annotated[bool, OnlyWith("data.tokenizer", None)] = True
     """Normalize text in the tokenizer: apply NFKD and lower case; replace white space, dashes, quotes and
-    ligatures by ASCII; drop all other non-ASCII characters (accents, other scripts); collapse spaces. The
+    ligatures with ASCII; drop all other non-ASCII characters (accents, other scripts); collapse spaces. The
     build fails if a source loses over 20 % of its letters or has over 20 % unknown tokens."""
     tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", None)] = (
         "wordpiece"
@@ -192,8 +192,8 @@ class BuildConfig(Section):
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """What ends a document in plain text: line = the end of each line; blank_line = a blank line. Documents
-    are held out whole, so blank_line keeps the lines of a paragraph in the same split."""
+    """What ends a document in plain text: line = the end of each line; blank_line = a blank line. A
+    document is never divided between the splits, so blank_line keeps the lines of a paragraph together."""
 
 
 class DataConfig(Section):
@@ -258,15 +258,15 @@ class ModelConfig(Section):
     bias: bool = False
     """Add biases to all linear layers except the key projections, whose bias has a gradient of zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Dropout probability of the embedding, the attention output and the MLP output."""
+    """Dropout probability for the embedding, the attention output and the MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
-    """Dropout probability of the attention matrix. Above 0, the matrix is materialized, which is slower."""
+    """Dropout probability for the attention matrix. Above 0, the matrix is materialized, which is slower."""
     lstm_size: Annotated[int, OnlyWith("objective.name", "distill")] = Field(0, ge=0, le=2**17)
     """Hidden units per direction of a BiLSTM between the embedding and the head; 0 = a transformer. Of the
     other model settings, only vocab_size, hidden_size and dropout have an effect on a BiLSTM."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Data type of the residual stream; full = the parameters' precision. bf16 halves the memory traffic of
-    norms and additions but rounds every sum. It needs `precision: bf16`, or auto where that selects bf16."""
+    norms and additions but rounds every sum. It needs `precision: bf16`, or auto if auto selects bf16."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -317,7 +317,7 @@ class FinetuneConfig(Section):
     head_size: Annotated[int, OnlyWith("finetune.head", "auto", "recipe")] = Field(1024, ge=1, le=2**17)
     """Width of the dense layer in the recipe head."""
     pooling: Literal["cls", "mean"] = "cls"
-    """Input of the head: cls = the first token of an example; mean = the mean over its tokens."""
+    """Input of the head: cls = the output for the first token; mean = the mean output for all tokens."""
 
     @property
     def num_outputs(self) -> int:
@@ -330,7 +330,7 @@ class DistillConfig(Section):
     against the label) + (1 - alpha) x (loss against the teacher's logits)."""
 
     logits: PathText | None = None
-    """Directory of the teacher's logits for every training example, written by `bert-dp distill`."""
+    """Directory with the teacher's logits for every training example, written by `bert-dp distill`."""
     loss: Literal["mse", "kl"] = "mse"
     """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the KL divergence
     of the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
@@ -379,7 +379,7 @@ class ScheduleConfig(Section):
     hours: Annotated[float | None, duration(3600), FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first step on; set-up does not count."""
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
-    """Budget in passes over the training sequences. The run's saved configuration contains the same budget in
+    """Budget in passes over the training sequences. The run's saved configuration gives the same budget in
     tokens or, for finetuning, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
     """Budget in dollars at run.price_per_device_hour, over all starts of the run. The whole time that
@@ -410,8 +410,8 @@ class ScheduleConfig(Section):
 
 class OptimConfig(Section):
     name: Annotated[PathText, key_of(OPTIMIZERS, code=True)] = "adamw"
-    """muon = Muon for the matrices in blocks and AdamW for all other parameters. FILE.py:function = a custom
-    optimizer (docs/own-code.md), which needs --allow-code."""
+    """muon = Muon for the matrices in the blocks and AdamW for all other parameters. FILE.py:function = a
+    custom optimizer (docs/own-code.md), which needs --allow-code."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto = the untuned LAMB rule 5e-3 sqrt(global_size / 32768), only for lamb."""
     lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", "sqrt", "linear")] = Field(
@@ -427,7 +427,7 @@ class OptimConfig(Section):
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-12, gt=0)
     weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay of all parameters except biases and norms."""
+    """Decoupled weight decay for all parameters except biases and norms."""
     clip: float = Field(0.5, ge=0)
     """Maximum global L2 norm of the reduced gradient; 0 = no clipping."""
 
@@ -593,7 +593,7 @@ class Config(Section):
 
     @property
     def predicted_share(self) -> float:
-        """Return the share of positions at which the model predicts the token; 0 for labelled examples."""
+        """Return the share of positions whose tokens the model predicts; 0 for labelled examples."""
         return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
 
     @property
@@ -608,7 +608,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss. With distill.loss: mse, it is squared error if alpha < 1."""
+        """Return the training loss's unit, which is squared error in mse distillation with alpha < 1."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 

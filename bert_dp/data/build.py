@@ -3,7 +3,7 @@
 A build reads the sources three times: to hash them, to sample text for training the tokenizer, and to
 tokenize them. The second read is skipped if a tokenizer is given. Memory holds two copies of the sample (at
 most 2^27 characters each) and a few batches per process. Exact dedup adds 8 bytes per document (24 while it
-merges two arrays), near dedup about 2 kB. A lock prevents concurrent builds of an output directory. The
+merges two arrays), near dedup about 2 kB. A lock prevents concurrent builds in one output directory. The
 shards are written to a temporary directory. Once complete, it replaces the output directory. The
 launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints their directory.
 """
@@ -40,7 +40,7 @@ from bert_dp.training.process import follow_launcher
 
 SAMPLE_BYTES = 128 * 2**20  # maximum number of characters in the sample that trains the tokenizer
 WARNED_SHARE = 0.01  # warn if a filter drops a larger share of the documents
-BYTES_PER_PROCESS = 8 * 2**20  # source text for each added process; more processes cost more than they save
+BYTES_PER_PROCESS = 8 * 2**20  # source bytes per additional process; more processes cost more than they save
 Progress = Callable[[str, int, int | None], None]
 """Callback (stage, done, total). `total` is None if unknown. A message is passed as `stage`, with total 0."""
 
@@ -52,7 +52,7 @@ class BuildPlan:
     sources: list[inputs.Source]
     config: Config
     settings: dict[str, Any]
-    """`build` section of the manifest: everything that the shards depend on except the sources."""
+    """`build` section of the manifest: everything that the shards depend on, except the sources."""
     processes: int | None
     report: Progress
 
@@ -103,7 +103,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest if `out` contains this build, or None if it may be replaced. Raises ConfigError."""
+    """Return the manifest if `out` holds this build, or None if `out` may be replaced. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -173,7 +173,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
     cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
-    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # their sizes are unknown
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # hub sources' sizes are unknown
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
     batches = (
         (index, texts)  # index of a source, a batch of its documents
@@ -207,7 +207,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
 
 def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
     """Train the tokenizer, or read the given one. Return the content of tokenizer.json and the number of
-    documents in all sources. This number is None if the tokenizer was given, because none were counted."""
+    documents in all sources. This number is None for a given tokenizer, because no documents are counted."""
     most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
     if path is None:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.report)
@@ -350,7 +350,7 @@ def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
 def _check_split(
     train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig
 ) -> None:
-    """Raise ConfigError if a split has no sequences, or if held_out has more sequences than train."""
+    """Raise ConfigError if a split that should have sequences has none, or held_out has more than train."""
     share = options.held_out_fraction
     if train.sequences >= max(1, held_out.sequences) and (held_out.sequences or share == 0):
         return
@@ -419,7 +419,7 @@ def replaced(out: Path) -> Iterator[Path]:
         yield work
         umask = os.umask(0o077)
         os.umask(umask)
-        work.chmod(0o777 & ~umask)  # private until complete; now the umask decides
+        work.chmod(0o777 & ~umask)  # private until complete; now the umask sets the permissions
         if out.exists():
             out.rename(old)
         work.rename(out)
@@ -464,7 +464,7 @@ def _stop(number: int, frame: object) -> None:
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
     """Yield a function that writes a stage's progress to stderr. A terminal shows one line, which is updated
-    at most twice a second. Other outputs get a new line at most every ten seconds."""
+    at most twice a second. Other outputs get a new line at most once every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
     end = ""  # "\n" while the last line is unfinished

@@ -35,7 +35,7 @@ COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = dict.fromkeys(("", ".txt", ".text", ".md"), "text")
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl") | {".parquet": "parquet"}
 """File formats by suffix."""
-# these directories are skipped, because tests are not documentation and site-packages differs by machine
+# these directories are skipped: tests are not documentation, and site-packages differs between machines
 NOT_DOCUMENTATION = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
 )
@@ -163,9 +163,9 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "get 
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row with its position, such as "row 7". A row contains those columns named in
-    `keys` that exist or, if the first of them does not exist, all columns, so that error messages can list
-    them. The key a.b selects column a if no column is called a.b. Raises ConfigError for a damaged file."""
+    """Yield each row with its position, such as "row 7". A row contains the existing columns among
+    `keys`. If the first key has no column, a row contains all columns, so that error messages can list them.
+    The key a.b selects column a if no column is called a.b. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     row = 0
@@ -284,8 +284,8 @@ def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = Non
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Return the files that `item`, a path, glob or directory, stands for. In a directory, skip hidden files,
-    files in `out` unless the directory is `out`, and files with an unknown suffix unless `every_suffix`."""
+    """Return the files matched by `item`, a path, glob or directory. In a directory, skip hidden files, files
+    in `out` unless the directory is `out`, and files with an unknown suffix unless `every_suffix` is set."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -349,7 +349,7 @@ def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterat
 
 
 def value_of(record: Any, key: str) -> Any:
-    """Return a record's value for a key, or for a path of keys such as a.b, or ABSENT if there is none."""
+    """Return a record's value for a key or a path of keys such as a.b. Return ABSENT if there is none."""
     if not isinstance(record, dict):
         return ABSENT
     if key in record:

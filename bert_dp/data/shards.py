@@ -18,7 +18,7 @@ from bert_dp.config.manifest import Shard, beyond
 from bert_dp.data import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-SAMPLED_BYTES = 2**30  # verified when a run starts; this takes about a second, however large the corpus is
+SAMPLED_BYTES = 2**30  # bytes to verify when a run starts: about a second's work for a corpus of any size
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
@@ -91,7 +91,7 @@ class Shards:
         *,
         checked: bool = True,
     ):
-        """Open the files. `checked`: make `rows` refuse token ids outside the vocabulary."""
+        """Open the files. If `checked`, `rows` refuses token ids outside the vocabulary."""
         self.length, self._checked = manifest.sequence_length, checked
         mask_id = manifest.special_tokens["mask"]
         self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
@@ -152,7 +152,7 @@ def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
 
 
 def verify(directory: Path) -> list[Issue]:
-    """Check the manifest and, if it is correct, each shard's SHA-256 and token ids; return the problems."""
+    """Check the manifest and, if it is correct, each shard's SHA-256 and token ids; return the issues."""
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:

@@ -64,7 +64,7 @@ def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: Any) -> NDArray[np.uint64]:
-    """Broadcast integers or integer arrays, and hash them to 64 bits. The result has at least one axis."""
+    """Broadcast integers or integer arrays, and hash them jointly to 64 bits. The result is at least 1-D."""
     state = np.zeros(1, U64)
     for part in parts:
         state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
@@ -97,7 +97,7 @@ def mask(
 
     Of the K positions, round(K / 10) get a random ordinary token, round(K / 10) keep their token, and the
     rest get <mask>. For K = 32 the counts are 3, 3 and 26, as in the cramming recipe. For K = 16 they are 2,
-    2 and 12, which are 12.5, 12.5 and 75 %. Returns ids [B, S], flat positions [B * K], labels [B * K].
+    2 and 12, that is, 12.5, 12.5 and 75 %. Returns ids [B, S], flat positions [B * K], labels [B * K].
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
@@ -136,8 +136,8 @@ def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
 ) -> list[MlmBatch]:
     """Return this replica's batches of held-out sequences, with fixed masks. Batches are assigned to replicas
-    round-robin. Rows with the label IGNORE fill up the last batches, because engines that communicate in the
-    forward pass need equally many batches on every replica, all of the same shape."""
+    round-robin. Rows whose labels are all IGNORE pad the last batches, because engines that communicate in
+    the forward pass need equally many batches on every replica, all of the same shape."""
     total = min(len(shards), max_sequences)
     batches = []
     rounds = -(-total // (micro_size * dp_size))
@@ -202,7 +202,7 @@ class TrainingStream(Generic[AnyBatch]):
         """Total seconds spent in `next`."""
 
     def next(self) -> AnyBatch:
-        """Return this replica's next micro batch, in host memory. Wait until it is built."""
+        """Wait until this replica's next micro batch is built, and return it in host memory."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())

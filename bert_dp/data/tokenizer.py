@@ -1,10 +1,10 @@
 """Normalize texts, train and load tokenizers, and encode documents. Torch-free.
 
 The default tokenizer follows the cramming recipe (its `tokenizer_preparation.py`): WordPiece with 32,768
-tokens and the prefix `##`, on texts split at white space and punctuation. tokenizer.json includes the
-normalizer. The recipe's normalizer applies NFD, lowercases and drops non-ASCII characters, including quotes,
-ligatures, white space and dashes; dropping the last two joins adjacent words. This module's normalizer first
-replaces all four kinds with ASCII characters.
+tokens and the prefix `##`, on texts split at white space and punctuation. The normalizer, which is saved in
+tokenizer.json, differs. The recipe's normalizer applies NFD, lowercases and drops non-ASCII characters,
+including quotes, ligatures, white space and dashes; dropping the last two joins adjacent words. This module's
+normalizer replaces all four kinds with ASCII characters before it drops the others.
 """
 
 import collections
@@ -42,7 +42,7 @@ UNK = SPECIALS[3]
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 ROBERTA = {"cls": "<s>", "sep": "</s>"}
 PREFIX = "##"
-MAX_ALPHABET = 1000  # characters; rarer characters become <unk>
+MAX_ALPHABET = 1000  # largest number of characters in the alphabet; words with rarer characters become <unk>
 SPACES = re.compile(" {2,}")
 NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 ASCII_LETTERS = string.ascii_letters.encode()
@@ -81,7 +81,7 @@ RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u21
 
 
 class _CharacterTable(dict[int, str]):
-    """Table for str.translate that maps code points to their normalized text, filled on demand."""
+    """Map from code point to normalized text, for str.translate. It is filled on demand."""
 
     def __missing__(self, code: int) -> str:
         self[code] = text = normalizer().normalize_str(chr(code))
@@ -92,7 +92,7 @@ _table = _CharacterTable()
 
 
 def normalize(text: str) -> str:
-    """Normalize a text as `normalizer()` does, but in Python, because this makes encoding faster."""
+    """Normalize a text as `normalizer()` does, but faster, by looking up characters in a table."""
     text = text.replace("``", '"').replace("''", '"')
     if not text.isascii():
         text = NON_ASCII.sub(lambda run: run[0].translate(_table), text)
@@ -111,7 +111,7 @@ def normalizer() -> normalizers.Normalizer:
             normalizers.Replace("''", '"'),
             *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
             # insert a space, so that 1\u00bd becomes 1 1/2, not 11/2, and 10\u00b2 becomes 10 2, not 102;
-            # use one pattern per sign, because a shared one would be zero-width and corrupt the token offsets
+            # use one pattern per sign: a shared one would be a lookahead, which corrupts the token offsets
             *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
@@ -159,7 +159,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 def train(
     sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
-    """Train a tokenizer with `vocab_size` tokens, fewer if `sample` is small. The result is deterministic."""
+    """Train a tokenizer deterministically. It has `vocab_size` tokens, or fewer if `sample` is small."""
     texts = [normalize(text) if with_normalizer else text for text in sample]
     learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
     tokenizer = learn(texts, vocab_size)
@@ -172,8 +172,8 @@ def train(
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
-    # `tokenizers` assigns ids to ## letters in hash-map order, and merges equally frequent pairs in the order
-    # of their ids (tokenizers issue 1794); assigning these ids in advance makes the result deterministic
+    # `tokenizers` assigns ids to ## characters in hash-map order, and merges equally frequent pairs in the
+    # order of their ids (tokenizers issue 1794); assigning these ids first makes the result deterministic
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
@@ -273,7 +273,7 @@ def size(tokenizer: Tokenizer) -> int:
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
     """Return {role: token id} for the roles pad, unk, cls, sep and mask. Tokens may be spelled `<role>` or
-    `[ROLE]`, cls and sep also `<s>` and `</s>` (RoBERTa). Raises ConfigError, listing every missing role."""
+    `[ROLE]`; cls and sep may also be `<s>` and `</s>` (RoBERTa). Raises ConfigError listing missing roles."""
     ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
@@ -291,8 +291,8 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     """Return the manifest's num_special: the lowest id that masking inserts as a random token. Special tokens
-    in the upper half of the ids, as in ModernBERT's tokenizer, are ignored, because few ids lie above them.
-    With such a tokenizer, a few of about 50,000 possible random tokens are special tokens."""
+    in the upper half of the ids, as in ModernBERT's tokenizer, are ignored, because too few ids lie above
+    them. With such a tokenizer, a few of about 50,000 possible random tokens are special tokens."""
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
@@ -303,7 +303,7 @@ def max_tokens_per_char(options: BuildConfig, vocab_size: int) -> float:
 
     The default drops about 4 % of clean English at every vocabulary size: 3.9 to 4.4 % of 45,896 paragraphs
     of OpenStax textbooks and Wikipedia, with WordPiece vocabularies of 4,096 to 65,535 tokens trained on them
-    (2026-11-27). A constant 0.25 would drop 18 % with 8,192 tokens.
+    (2026-11-27). A constant 0.25 would drop 18 % with a vocabulary of 8,192 tokens.
     """
     if options.max_tokens_per_char is not None:
         return options.max_tokens_per_char
@@ -319,13 +319,13 @@ SHINGLE_WORDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class EncodedDocuments:
-    """D documents (T tokens) that were kept from a batch of N documents, in their original order."""
+    """D documents (T tokens) that remain of a batch of N after filtering, in their original order."""
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
     lengths: np.ndarray  # [D] int64, number of tokens, including sep
     keys: np.ndarray  # [D] uint64, hash of the text, which determines the split
     contents: np.ndarray  # [D] uint64, hash of the token ids, equal for duplicates
-    sketches: list[Any]  # [D] rensa.RMinHash; empty unless dedup is near
+    sketches: list[Any]  # [D] rensa.RMinHash; empty unless `dedup` = near
     counts: list[int]  # totals over all N documents, in the order of COUNTS
     empty: int  # number of documents without tokens
     filtered: int  # number of documents with too many tokens per character

@@ -1,4 +1,4 @@
-"""Label or encode the examples of a file, and write one JSON line per example, in the order of the file.
+"""Label or encode the examples in a file, and write one JSON line per example, in the order of the file.
 Examples of similar length share a batch.
 
 Axes: N examples in memory, B examples in a batch, S tokens in its longest example, L outputs per example.
@@ -73,7 +73,7 @@ def predict_file(
     out: Path | None = None,
     precision: str = "auto",
 ) -> None:
-    """Write one JSON line per example of `file` to the new file `out`, or to stdout. `text`, `text_pair`:
+    """Write one JSON line per example in `file` to the new file `out`, or to stdout. `text`, `text_pair`:
     names of the columns to read if `file` is a table. `run`, `precision`: see `open_predictor`. Raise
     ConfigError if an argument is unusable, RunFailed if outputs are not finite."""
     if out is not None and out.exists():
@@ -92,7 +92,7 @@ def predict_file(
 
 def open_predictor(run: Path, precision: str = "auto") -> Predictor:
     """Load a run, a checkpoint or an exported directory. `precision`: see inference_precision. An exported
-    model runs on the CPU, in the precision of its export. Raise ConfigError if `run` cannot be loaded."""
+    model runs on the CPU, in the precision chosen at export. Raise ConfigError if `run` cannot be loaded."""
     if not (run / EXPORTED).is_file():
         loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +126,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model to a device and wrap it as a `Compute`. `sep`: separator id; None = no token types."""
+    """Move a model to a device and return a `Compute`. `sep`: separator id if the model takes token types."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -217,8 +217,8 @@ def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor
 
 
 def batches(lengths_N: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the indices of each batch of examples, longest first. A batch has up to `max_tokens` tokens,
-    including padding, or is a single longer example."""
+    """Yield the indices of the examples in each batch, longest example first. A batch contains up to
+    `max_tokens` tokens, including padding, or a single longer example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
         count = max(1, max_tokens // int(lengths_N[order_N[0]]))
@@ -243,7 +243,7 @@ def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[st
 
 
 def read_texts(file: str, columns: Sequence[str]) -> Texts:
-    """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. Raise
+    """Read one or two texts per example: a line of a text file, or the `columns` of a table row. Raise
     ConfigError if the file cannot be read or a text is empty."""
     path = Path(os.path.expanduser(file))
     is_hub = file.startswith("hub:")

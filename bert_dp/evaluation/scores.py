@@ -2,7 +2,7 @@
 
 For single_label, f1 is that of the second label if there are two labels, else the mean over the labels. auc
 is defined only for two labels. For multi_label, a label is predicted if its logit is above 0, f1 is computed
-over all (example, label) pairs, and accuracy is the share of examples whose labels are all predicted right.
+over all (example, label) pairs, and accuracy is the share of examples without a wrong prediction.
 """
 
 import functools
@@ -26,8 +26,8 @@ def score(
     """Return the value of each metric. `logits`: outputs of the model, [n, L] or, for regression, [n, 1].
     `labels`: [n] integers, [n, L] zeros and ones, or [n] scores. Predictions are neither clipped nor rounded.
 
-    The value is NaN if a metric is undefined, such as a correlation with a constant or an auc with only one
-    label present. Raise ValueError if logits are not finite, KeyError for a metric that is not defined for
+    An undefined metric has the value NaN: for example, a correlation with a constant, or auc if only one
+    label is present. Raise ValueError if logits are not finite, KeyError for a metric that is not defined for
     `kind`, and ConfigError if the extra is not installed.
     """
     if not np.isfinite(logits).all():
@@ -41,8 +41,8 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Score a constant prediction from `train_labels` on `dev_labels`: the majority label (single_label), the
-    majority value of each label (multi_label) or the mean score (regression)."""
+    """Score a constant prediction on `dev_labels`. It is derived from `train_labels`: the majority label
+    (single_label), the majority value of each label (multi_label) or the mean score (regression)."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":
@@ -54,7 +54,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """For each metric that is defined for `kind`, return a function of labels and logits."""
+    """For each metric defined for `kind`, return a function that computes it from labels and logits."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

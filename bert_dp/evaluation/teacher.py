@@ -1,8 +1,8 @@
 """Compute a teacher's logits for a transfer set, and sample words from a masked language model.
 
 `python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N (K from 0);
-the launcher starts a process per share. Axes: as in bert_dp.evaluation.prediction, plus P (predicted
-positions) and V (tokens of the vocabulary; in sums_PV, only the ordinary ones).
+the launcher starts one process per share. Axes: as in bert_dp.evaluation.prediction, plus P (predicted
+positions) and V (tokens in the vocabulary; in sums_PV, only the ordinary ones).
 """
 
 import os
@@ -41,9 +41,9 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Compute the logits of the training examples and write one share of the files that hold them: each
-    missing file whose number modulo `of` equals `share`. The contents of a file do not depend on `of`. Raise
-    ConfigError if an input is unusable, RunFailed if logits are not finite."""
+    """Compute and write one share of the training examples' logits: each missing file whose number modulo
+    `of` equals `share`. The contents of a file do not depend on `of`. Raise ConfigError if an input is
+    unusable, RunFailed if logits are not finite."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens

@@ -140,7 +140,7 @@ class PredictedTokens(StoredModel):
     loss: float
     """Mean cross entropy in nats per predicted token."""
     loss_se: float | None
-    """Standard error, with documents as the sampling units; null for one document."""
+    """Standard error of `loss`, with documents as the sampling units; null if `documents` is 1."""
     accuracy: float
     """Share of predicted tokens for which the model gives the correct token the highest probability."""
 
@@ -160,7 +160,7 @@ class HiddenWords(StoredModel):
     bits_per_byte: float | None
     bits_per_byte_se: float | None
     bits_D: list[float] = Field([], exclude=True)
-    """Total loss of each document's hidden words in bits, for `difference`; not printed."""
+    """Total loss in bits of the hidden words of each document, for `difference`; not printed."""
     bytes_D: list[int] = Field([], exclude=True)
 
 
@@ -176,7 +176,7 @@ class TextLoss(StoredModel):
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """Name, size in bytes, SHA-256 and number of documents of each source."""
+    """For each source, its name, size in bytes, SHA-256 and number of documents."""
     documents: Count
     documents_without_tokens: Count
     """Number of documents for which the tokenizer produces no token; only their separators are evaluated."""
@@ -187,7 +187,7 @@ class TextLoss(StoredModel):
     bytes: Count
     """Number of UTF-8 bytes in the documents."""
     mask_rate: float
-    """Probability that a token is drawn for `predicted`; also that a word is drawn for `hidden`."""
+    """Probability with which each token is drawn for `predicted`, and each word for `hidden`."""
     predicted: PredictedTokens
     hidden: HiddenWords
 
@@ -215,7 +215,7 @@ def text_loss(
     with contextlib.closing(read_documents(resolved, records)) as documents:
         text = read(documents, loaded.tokenizer, special)
     lengths_D = np.bincount(text.document_T)
-    textless = int((lengths_D == 1).sum())  # documents that consist of <sep>
+    textless = int((lengths_D == 1).sum())  # documents that consist only of <sep>
     if textless == len(lengths_D):
         message = f"the tokenizer of {path} produces no tokens for the text"
         hint = "choose a run whose tokenizer supports the writing system of the text"
@@ -269,7 +269,7 @@ def token_losses(model: CrammedBert, text: Text, length: int, progress: Progress
 def word_losses(
     model: CrammedBert, text: Text, length: int, special: dict[str, int], progress: Progress
 ) -> HiddenWords:
-    """Compute the loss of hidden words in bits per byte. In the input, each of their tokens is <mask>."""
+    """Compute the loss of hidden words in bits per byte. The model receives <mask> for all their tokens."""
     hidden_T, counts_D = text.hidden_T, text.counts_D
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
     loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", progress)
@@ -334,7 +334,7 @@ def pieces(count: int, length: int, max_tokens: int) -> Iterator[tuple[int, int,
 
 def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
     """Return sum(sum_D) / sum(count_D) and its standard error, with documents as the sampling units (Cochran
-    1977, 2.11). Both are None if all of `count_D` is 0; the error is None if only one count is nonzero."""
+    1977, 2.11). Both are None if every count is 0; the error is None if only one count is nonzero."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
     if not total:
         return None, None

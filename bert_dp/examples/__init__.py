@@ -1,1 +1,1 @@
-"""Read labelled texts, from GLUE or a user, and prepare them for finetuning. Torch-free."""
+"""Read labelled texts from GLUE or the user's own data, and prepare them for finetuning. Torch-free."""

@@ -24,14 +24,14 @@ from bert_dp.data import readers
 from bert_dp.examples.glue import GlueData
 from bert_dp.examples.table import CustomData, LabelledData, LabelledTable, Row, data_error
 
-MASK_RATE = REPLACE_RATE = 0.1  # share of a text's words
+MASK_RATE = REPLACE_RATE = 0.1  # share of words that are masked, and share that are replaced
 CUT_RATE = 0.25  # share of texts that are cut to one n-gram
 LONGEST_CUT = 5  # words in the longest n-gram
 MASK, HOLE = "\0", "\1"  # placeholders for a mask token, and for a token that a language model samples
-HOLE_ID = 2**16 - 1  # id of HOLE before sampling, above the ids of every vocabulary
+HOLE_ID = 2**16 - 1  # id of HOLE before sampling; larger than any token id
 
 Substitute = Callable[[str, int, Random], str]
-"""Function that takes a text, the index of a word and a random generator, and returns a replacement."""
+"""Function that takes a text, a word's index and a random generator, and returns the word's replacement."""
 
 
 def changed(text: str, substitute: Substitute, draw: Random) -> str:
@@ -104,7 +104,7 @@ class AugmentedData:
         return {**self.data.identity(), **own}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, and add augmented copies to train, skipping duplicates. Raises ConfigError."""
+        """Read the data; add augmented copies to the train split, skipping duplicates. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
         substitute: Substitute = lambda *_: HOLE  # noqa: E731
@@ -143,7 +143,7 @@ class LogitsData:
         return {**self.data.identity(), "logits": readers.file_identity(Path(self.file))}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read the data, and replace train with the texts and logits in the file. Raises ConfigError."""
+        """Read the data; replace the train split with the texts and logits in `file`. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         outputs = max(1, len(labelled.labels))
         columns = ("text", "text_pair")[: len(labelled.tables[TRAIN].rows[0].texts)]
@@ -159,7 +159,7 @@ class LogitsData:
                 message = f"{place}: {len(numbers)} logits instead of {outputs}, one per label"
                 raise data_error(self.file, "conflict", message)
             if len(columns) == 1 and "text_pair" in record:
-                raise data_error(self.file, "conflict", f"{place} is a pair, but train has single texts")
+                raise data_error(self.file, "conflict", f"{place} is a pair, but the train split has none")
             rows.append(Row(place, texts, None))
             logits.append(numbers)
         if not rows:

@@ -1,7 +1,7 @@
 """Define the GLUE tasks, and read their files from folders and tar archives. Torch-free.
 
 Row counts, columns and label order match the published data set (https://gluebenchmark.com/tasks, and
-`nyu-mll/glue` on the hub).
+`nyu-mll/glue` on the Hugging Face Hub).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from bert_dp.data import readers
 from bert_dp.examples.table import Columns, LabelledData, LabelledTable, data_error, make_row, read_delimited
 
 MAX_FILE_BYTES = 2**30  # MNLI's train.tsv, the largest GLUE file, is a few hundred MB in size
-MAX_MEMBERS = 10_000  # largest number of entries in a tar
+MAX_MEMBERS = 10_000  # largest accepted number of entries in a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 SENTENCES = ("sentence1", "sentence2")
@@ -36,18 +36,18 @@ def _rows(*counts: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class GlueDefinition:
-    """Columns, labels and metrics of a GLUE task, and the number of rows in each file SPLIT.tsv."""
+    """Columns, labels and metrics of a GLUE task, and the number of rows in each SPLIT.tsv."""
 
     texts: tuple[str, ...]
     label: str
     labels: tuple[str, ...]
-    """Labels as in the files, in the order of the model's outputs; empty for regression."""
+    """Labels as spelled in the files, in the order of the model's outputs; empty for regression."""
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
     header: tuple[str, ...] = ()
-    """Columns of train and dev if their files lack a header; empty = the files have a header."""
+    """Columns of the train and dev files if they lack a header; empty = they have one."""
     other_train_rows: int = 0
-    """Another number of train rows that counts as complete; 0 = none."""
+    """Another number of rows with which train.tsv counts as complete; 0 = none."""
 
     @property
     def kind(self) -> LabelKind:
@@ -107,7 +107,7 @@ class GlueData:
         return {"task": self.task, "files": list(map(readers.file_identity, files))}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read and check every file, or only train's if `train_only`. Raises ConfigError."""
+        """Read and check every file, or only train.tsv if `train_only` is true. Raises ConfigError."""
         task, names = TASKS[self.task], self._names()[: 1 if train_only else None]
         files: dict[str, bytes] = {}
         for place in self.places:
@@ -128,7 +128,7 @@ class GlueData:
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
-    """Return {task: train and dev files that no folder or tar in `places` contains}. Raises ConfigError."""
+    """For each task, return the train and dev files that none of `places` contains. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
         present = read_files(place, [file for files in absent.values() for file in files], content=False)
@@ -172,8 +172,8 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
 
 
 def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
-    """Read the rows of a file. A row that lacks fields is skipped in train, but refused in dev and test,
-    where every example must be scored. Rows with an empty text are kept. Raises ConfigError."""
+    """Read the rows of a file. A row that lacks fields is skipped in the train split, but refused in dev
+    and test, where every example must be scored. Rows with an empty text are kept. Raises ConfigError."""
     split, rows, left_out = Path(name).stem, [], 0
     is_test = split.startswith("test")
     columns = Columns(task.texts, task.label)

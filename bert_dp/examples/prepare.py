@@ -1,4 +1,4 @@
-"""Convert labelled texts to token ids and labels in a cache directory, for finetuning. Torch-free.
+"""Convert labelled texts to token ids and labels for finetuning, and cache them on disk. Torch-free.
 
 The launcher runs `python -m bert_dp.examples.prepare` with options from the user's command.
 """
@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of `text`: those of the next encodings in `pieces`, joined by those of its marks."""
+        """Return the ids of `text`: the next encodings in `pieces`, with its marks' ids between them."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -196,8 +196,8 @@ def prepare(
     """Return the prepared directory and its manifest. The first call builds the directory in the cache, and
     concurrent calls wait for it. Raises ConfigError.
 
-    `length`: maximum number of tokens per example. `dev_share`: share of train to move to dev; 0 = dev comes
-    from a separate file. `seed` determines which examples are moved.
+    `length`: maximum number of tokens per example. `dev_share`: share of the train split to move to dev;
+    0 = dev comes from a separate file. `seed` determines which examples are moved.
     """
     if issues := record.cache_issues():
         raise ConfigError(issues)
@@ -285,8 +285,8 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score the constant prediction of `majority` on a split. Return None for train and for splits without
-    labels."""
+    """Score the constant prediction of `majority` on a split. Return None for the train split and for
+    splits without labels."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -299,8 +299,8 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of train to dev. For single_label, move the same share of each class. A hash of the seed
-    and the texts determines which examples are moved. Raises ConfigError if train or dev would be empty."""
+    """Move a share of the train split to dev. For single_label, move the same share of each class. A hash of
+    the seed and the texts selects the examples. Raises ConfigError if train or dev would be empty."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:

@@ -39,7 +39,7 @@ COLUMN_FIX = f"choose a column with --text, --text-pair or --label; {SEPARATOR_F
 SCORES_FIX = "pass --kind regression if the labels are scores"
 MAX_BYTES = 2**31  # limit on the size of a file, because the whole file is read into memory
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
-MAX_NAME = 1000  # characters in a label name
+MAX_NAME = 1000  # maximum number of characters in a label name
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
 FORMATS = {suffix: format for suffix, format in readers.FORMATS.items() if format != "text"}
@@ -58,7 +58,7 @@ Label = tuple[str, ...] | float | None
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Column names of the one or two texts and of the label."""
+    """Names of the columns that hold the label and the one or two texts."""
 
     texts: tuple[str, ...]
     label: str = ""
@@ -84,7 +84,7 @@ class LabelledTable:
     left_out: int = 0
     """Number of broken rows that were skipped."""
     copies: int = 0
-    """Number of augmented copies of other rows, at the end of `rows`."""
+    """Number of rows, at the end of `rows`, that are augmented copies of other rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +94,13 @@ class LabelledData:
     task: str
     kind: LabelKind
     labels: tuple[str, ...]
-    """Names in the order of the model's outputs; empty for regression."""
+    """Label names, in the order of the model's outputs; empty for regression."""
     metrics: tuple[Metric, ...]
     tables: dict[str, LabelledTable]
     official: bool | None
     """True if the tables have GLUE's official numbers of rows; None if the task is not from GLUE."""
     logits: NDArray[np.float32] | None = None
-    """Teacher's logits [n, L] for the rows of train, which then have no labels."""
+    """Teacher's logits [n, L] for the rows of the train split, which then have no labels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +110,9 @@ class CustomData:
     files: dict[str, str]
     columns: Columns
     kind: LabelKind | None
-    """None = single_label, but numbers with decimals are refused."""
+    """None = single_label, but labels that are numbers with decimals are refused."""
     finds_pair: bool = False
-    """True = use the column PAIR of train, if it exists, as the second text."""
+    """True = use the column PAIR as the second text if the train split has this column."""
 
     def identity(self) -> dict[str, Any]:
         """Return the settings, and the path, size and modification time of each file. Raises ConfigError."""
@@ -120,7 +120,7 @@ class CustomData:
         return dataclasses.asdict(self) | {"files": files}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read and check every file, or only train's if `train_only`. Raises ConfigError."""
+        """Read and check every file or, if `train_only`, only that of the train split. Raises ConfigError."""
         columns, kind = self.columns, self.kind or "single_label"
         train = read_table(self.files[TRAIN], columns, TRAIN, kind, finds_pair=self.finds_pair)
         if len(train.rows[0].texts) > len(columns.texts):
@@ -134,8 +134,8 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. In test, either all rows have labels or all lack them. `finds_pair`: use
-    the column PAIR, if it exists, as the second text. Raises ConfigError."""
+    """Read the rows of a file. In the test split, either all rows must have labels or none.
+    `finds_pair`: use the column PAIR, if it exists, as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
     for place, record in _records(source, columns, split):
@@ -191,11 +191,11 @@ def data_error(
 def read_delimited(
     name: str, lines: Iterator[str], format: str, columns: Columns, header: Sequence[str] = ()
 ) -> Iterator[tuple[str, dict[str, str], int]]:
-    """Yield the position of each row in a csv or tsv, its fields by column, and its number of surplus fields
-    (negative if fields are missing). `header`: columns of a file without a header. A blank line is an empty
-    text in a table with one column, and is skipped in a wider table. Raises ConfigError."""
+    """Yield the position of each row in a csv or tsv file, its fields by column, and its number of surplus
+    fields (negative if fields are missing). `header`: columns of a file without a header. A blank line is an
+    empty text in a table with one column, and is skipped in a wider table. Raises ConfigError."""
     reader = csv.reader(lines, **DIALECTS[format])
-    end = 0  # last line of the previous row
+    end = 0  # number of the previous row's last line
     try:
         for fields in reader:
             place, end = f"line {end + 1}", reader.line_num
@@ -215,7 +215,7 @@ def read_delimited(
 
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
-    """Convert a record to a row. A label may be missing in test. Raises ConfigError for invalid records."""
+    """Convert a record to a row. If `is_test`, it may lack a label. Raises ConfigError if it is invalid."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
@@ -268,9 +268,9 @@ def _score(value: Any) -> float:
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return the label names in train, sorted as numbers if all are integers, otherwise as text. Return ()
-    for regression. Raises ConfigError for too few or too many different labels and, if `kind` is None, for
-    numbers with decimals, because they are probably scores."""
+    """Return the label names in the train split, sorted as numbers if all are integers, otherwise as text.
+    Return () for regression. Raises ConfigError for too few or too many different labels and, if `kind` is
+    None, for numbers with decimals, because they are probably scores."""
     found: set[Any] = set()
     for row in train.rows:
         found.update(row.label if isinstance(row.label, tuple) else [row.label])
@@ -314,18 +314,18 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
 
 
 def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
-    """Convert logits [n, L] to predicted labels, with the types in LABEL_TYPES."""
+    """Convert logits [n, L] to predicted labels, whose dtype is LABEL_TYPES[kind]."""
     if kind == "single_label":
         return logits_NL.argmax(1)
     return (logits_NL > 0 if kind == "multi_label" else logits_NL[:, 0]).astype(LABEL_TYPES[kind])
 
 
-LOGITS = "logits-{:05d}.safetensors"  # a teacher's logits for one part of train
+LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits for one part of the train split
 
 
 def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.float32]:
     """Read the teacher's logits [examples, outputs] for all examples. Raises ConfigError if logits are
-    missing or not finite, or have another shape."""
+    missing or not finite, or have the wrong shape."""
     with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
         try:
             contents = (read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*")))
@@ -349,7 +349,7 @@ class Examples:
 
     @classmethod
     def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Self:
-        """Read a split of a prepared directory. Raises ConfigError if it does not match the manifest."""
+        """Read a split of prepared examples. Raises ConfigError unless the split matches the manifest."""
         if split not in manifest.splits:
             message = f"no split {split!r}; available: {', '.join(manifest.splits)}"
             raise ConfigError([Issue(str(directory), "unknown", message, split)])
@@ -400,7 +400,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @functools.cached_property  # cached, because every micro batch reads it
+    @functools.cached_property  # cached, because it is read for every micro batch
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens in each example, [n]."""
         return np.diff(self.offsets)

@@ -49,7 +49,7 @@ class ExportBatch(StoredModel):
     difference: float
     """Largest absolute difference, divided by the run's largest absolute output if that exceeds 1."""
     top1: float | None
-    """Share of positions or examples with the same argmax in run and export; null for hidden states."""
+    """Share of positions or examples whose argmax is the same in run and export; null for hidden states."""
 
 
 class ExportCheck(StoredModel):
@@ -62,7 +62,7 @@ class ExportCheck(StoredModel):
     architecture: str | None
     checkpoint: str
     tolerance: float | None
-    """Limit on `difference`; null for precisions other than fp32, which have no limit."""
+    """Limit on `difference`; null unless the precision is fp32, because only fp32 has a limit."""
     rows: list[ExportBatch]
     parameters: int | None = None
     """Number of parameters of the loaded model; null unless the format is hf."""
@@ -70,9 +70,9 @@ class ExportCheck(StoredModel):
     """Number of parameters in model.safetensors; null unless the format is hf."""
     run_parameters: int
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
-    """Parameters that model.safetensors lacks or stores in another shape, or that only this file contains."""
+    """Names of parameters that are missing, unexpected or of the wrong shape in model.safetensors."""
     again: float
-    """Largest absolute difference in the outputs after the exported model is saved and reloaded."""
+    """Largest absolute difference between the outputs before and after the model is saved and reloaded."""
     versions: dict[str, str]
     """Versions of Python and of the packages that loaded the exported model."""
 
@@ -91,7 +91,7 @@ class ExportCheck(StoredModel):
 def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
     """Compare an exported directory with its run. `run`: directory of the run; None = see `open_source`.
     `python`: interpreter that loads the exported model. Raise ConfigError if the directory or the run is
-    unusable or the weights differ, RunFailed if the exported model cannot be run."""
+    unusable or the weights differ, and RunFailed if the exported model cannot be run."""
     exported = read_exported(directory)
     require_loaders(exported, "export check")
     source = open_source(directory, exported, run)
@@ -121,7 +121,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
     for candidate in [place for place in places if place.exists()] if run is None else [run]:
-        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # not always the newest one
+        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # a run may have newer checkpoints
         try:
             path = checkpoint.resolve(str(own if own.is_dir() else candidate))
         except ConfigError as error:
@@ -138,7 +138,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
-    """Sample batches of ordinary tokens. One sequence has the full length; the others have random ones."""
+    """Sample batches of ordinary tokens. In each, one sequence has full length, the others random lengths."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
     longest = exported.sequence_length
@@ -192,8 +192,8 @@ def compare(
     batch: Inputs, expected: NDArray[Any], actual: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
     """Compare the outputs of the run and of its export for a batch. Two argmaxes count as equal if the run's
-    outputs at these indices differ by at most twice the tolerance. Raise RunFailed if an output is not
-    finite."""
+    outputs at these indices, scaled as in `ExportBatch.difference`, differ by at most twice the tolerance.
+    Raise RunFailed if an output is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
         expected, actual = expected[mask_BS != 0], actual[mask_BS != 0]  # outputs at padding are undefined

@@ -1,7 +1,7 @@
 """Convert bert-dp's models to transformers classes, without importing transformers.
 
-ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so
-bert-dp's is applied to every row of the exported embedding table, and the decoder keeps the original table.
+ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so bert-dp's
+norm is applied to every row of the exported embedding table, and the decoder keeps the original table.
 RoBERTa and RobertaPreLayerNorm count positions from pad_token_id + 1. Their layers, like those of BERT,
 always have a bias, which is zero if bert-dp's model has none. Axes: as in bert_dp.model.bert.
 """
@@ -112,7 +112,7 @@ def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -
         "head_dim": model.hidden_size // model.num_heads,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "classifier_pooling": {"cls": "bos", "mean": "mean"}[config.finetune.pooling],
-        "tie_word_embeddings": False,  # the decoder's table is the one without the norm
+        "tie_word_embeddings": False,  # the decoder uses the table without the norm
     }
 
 
@@ -136,8 +136,8 @@ def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
 
 
 def _module(state: Named, hf_name: str, own_name: str, *, biased: bool = False) -> Renamed:
-    """Yield the weight and bias of a linear layer or a norm. `biased`: the class always has a bias, which is
-    zero if bert-dp's model has none."""
+    """Yield the weight and bias of a linear layer or a norm. `biased`: the transformers class always has a
+    bias, which is zero if bert-dp's model has none."""
     weight, bias = state[f"{own_name}.weight"], state.get(f"{own_name}.bias")
     yield f"{hf_name}.weight", weight
     if bias is None and biased:

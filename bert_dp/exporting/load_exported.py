@@ -67,9 +67,9 @@ def open_hf(directory: Path, kind: str) -> Compute:
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """Return the model, the names of its parameters that model.safetensors lacks or stores in another shape,
-    and the names of parameters that only this file contains."""
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if installed
+    """Return the model, the names of parameters that model.safetensors lacks or stores in the wrong shape,
+    and the names of unexpected parameters in model.safetensors."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports these if they are installed
         logging.getLogger(name).setLevel(logging.ERROR)  # they log every CUDA library that cannot be loaded
     import transformers
 
@@ -135,8 +135,8 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 
 
 def reload(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """Load, save and reload the model; an AOTInductor model is only loaded. Return a function
-    that runs it, and the fields of ExportCheck that describe the first load ({} unless `form` is hf)."""
+    """Load, save and reload the model; an AOTInductor model is only loaded. Return a function that runs the
+    reloaded model, and the fields of ExportCheck that describe the first load ({} unless `form` is hf)."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)

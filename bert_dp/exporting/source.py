@@ -41,8 +41,8 @@ MAX_BATCH = 2**16
 
 
 class ExportModule(nn.Module):
-    """Module that maps int64 inputs [B, S] to the OUTPUTS of its `kind`: mlm = token logits [B, S, V] and
-    hidden states [B, S, H]; classifier = label logits [B, L]; encoder = hidden states [B, S, H]."""
+    """Module that maps int64 inputs [B, S] to the outputs in OUTPUTS[kind]: mlm = token logits [B, S, V]
+    and hidden states [B, S, H]; classifier = label logits [B, L]; encoder = hidden states [B, S, H]."""
 
     def __init__(self, model: RunModel, kind: Kind):
         super().__init__()
@@ -74,7 +74,7 @@ class ExportSource(LoadedCheckpoint):
 
     @property
     def run_name(self) -> str:
-        """Return the name of the run's directory, or of the checkpoint's if that is outside a run."""
+        """Return the run directory's name or, if the checkpoint is outside a run, the checkpoint's name."""
         folder = self.path.parent
         return folder.parent.name if folder.name == "checkpoints" else self.path.name
 
@@ -93,12 +93,12 @@ class ExportSource(LoadedCheckpoint):
 
 
 def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
-    """Load one checkpoint, or the newest valid checkpoint of a run. `encoder`: omit the head. Raise
-    ConfigError if the checkpoint is unusable or has no encoder."""
+    """Load a checkpoint, or the newest valid checkpoint of a run. `encoder`: omit the head. Raise
+    ConfigError if the checkpoint is unusable or, with `encoder`, holds a BiLSTM."""
     loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
     if encoder and not hasattr(loaded.model, "model"):
-        message = f"{run} is a BiLSTM, which has no hidden states to export"
+        message = f"{run} is a BiLSTM, which has no BERT encoder to export"
         raise ConfigError([Issue("--encoder", "unsupported", message, hint="omit --encoder")])
     loaded.model.float()
     file = files.tokenizer_of(loaded.path)
@@ -193,7 +193,7 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=source.config.data.sequence_length)}
     model: nn.Module = source.module()
     if bf16:
-        model = copy.deepcopy(model).to(torch.bfloat16)  # leaves the source's model unchanged
+        model = copy.deepcopy(model).to(torch.bfloat16)  # a copy, because `to` changes a module in place
     with torch.no_grad():
         shapes = dict.fromkeys(source.inputs, sizes)
         return torch.export.export(model, source.example(), dynamic_shapes=shapes)
@@ -293,7 +293,7 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) for facts about the training, and for the scores measured at the exported step."""
+    """Yield (name, value) for each fact about the training and each score measured at the exported step."""
     run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):

@@ -1,4 +1,4 @@
-"""Define the heartbeat file, which a rank writes and the launcher reads. Torch-free."""
+"""Define the layout of the heartbeat file that a rank writes and the launcher reads. Torch-free."""
 
 import dataclasses
 import struct
@@ -6,7 +6,7 @@ from pathlib import Path
 
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
 IN_STEP = ("data", "step")
-"""Phases of an optimizer step. A rank waits for a micro batch in `data` and computes on it in `step`."""
+"""Phases of an optimizer step. In `data`, a rank waits for a micro batch, which it processes in `step`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ def lock(path: Path, *, wait: Literal[True]) -> IO[str]: ...
 @overload
 def lock(path: Path, *, wait: bool = ...) -> IO[str] | None: ...
 def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
-    """Lock the file at `path` until the returned file is closed. If another process holds the lock, return
-    None or, with `wait`, wait for it. Raises OSError if the file cannot be written."""
+    """Lock the file at `path`. Closing the returned file releases the lock. If another process holds the
+    lock, return None or, with `wait`, wait for the lock. Raises OSError if the file cannot be written."""
     while True:
         file = path.open("a")
         try:
@@ -111,7 +111,7 @@ def without_folders(word: str) -> str:
 INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, ranks use env:// (MASTER_ADDR, MASTER_PORT)
 HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: RUN/heartbeats
 LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
-STARTED_AGAIN = "-- started again --"  # marks where the output of a restart begins in a log
+STARTED_AGAIN = "-- started again --"  # line in a log before the output of a restart
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start time of the launcher; see start_ticks
 
@@ -146,7 +146,7 @@ def cache_root() -> Path:
 
 
 def cache_issues() -> list[Issue]:
-    """Return an issue if the cache exists and another user can change it, else []."""
+    """Return one issue if the cache exists and another user can change it, otherwise an empty list."""
     root = cache_root()
     if not root.exists():
         return []

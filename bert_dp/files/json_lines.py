@@ -54,7 +54,7 @@ class Tail:
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """Return the new lines, and True if the file was replaced; ([], False) if the file is unreadable."""
+        """Return the new lines and whether the file was replaced, or ([], False) if it is unreadable."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -21,7 +21,7 @@ from bert_dp.files.json_lines import MAX_JSON_BYTES, write_json
 LEDGER = "ledger.json"
 RAPL = Path("/sys/class/powercap")
 EVERY_S = 5.0  # seconds between writes, and between reads
-EXIT_S = 2.0  # minimum seconds reserved for the exit of the ranks and the launcher
+EXIT_S = 2.0  # minimum time in seconds that is reserved for the exit of the ranks and the launcher
 
 
 class EnergyCounter(NamedTuple):
@@ -40,9 +40,9 @@ class EnergyCounter(NamedTuple):
 
 
 def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
-    """Return the energy counters of `gpus` (NVML indices) or, if it is empty, of all CPU packages listed
-    in the directory `root`. Return [] if a counter is missing or unreadable: on most machines, only root
-    can read the counters of CPUs."""
+    """Return the energy counters of `gpus` (NVML indices) or, if `gpus` is empty, of all CPU packages
+    listed in the directory `root`. Return [] if a counter is missing or unreadable: on most machines, only
+    the superuser can read the counters of CPUs."""
     try:
         counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
         for counter in counters:
@@ -76,10 +76,10 @@ def _rapl_counters(root: Path) -> list[EnergyCounter]:
 
 
 class Spent(StoredModel):
-    """Totals of one start or of all starts of a run; null = unknown."""
+    """Totals for one start or for all starts of a run; null = unknown."""
 
     seconds: float = 0.0
-    """Time for which the launcher ran, or rank 0 if there is no launcher."""
+    """Time for which the launcher or, if there is no launcher, rank 0 ran."""
     device_hours: float = 0.0
     dollars: float | None = None
     """Device-hours times run.price_per_device_hour."""
@@ -92,7 +92,7 @@ class Spent(StoredModel):
 
 
 class Start(Spent):
-    """Ledger entry of a start, or of a part of a start if a restart changed the number of devices."""
+    """Ledger entry for a start, or for a part of a start if a restart changed the number of devices."""
 
     began: str
     devices: int
@@ -129,7 +129,7 @@ def read_ledger(run_dir: Path) -> LedgerFile:
 
 
 def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounter]) -> list[Issue]:
-    """Return an issue if spending cannot be measured in the budget's unit (dollars or kWh), else []."""
+    """Return one issue if the dollars or kWh of a budget cannot be measured, otherwise an empty list."""
     unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
     setting = f"schedule.{unit}"
     if unit == "dollars" and price is None:
@@ -207,7 +207,7 @@ class Ledger:
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
 
     def _entry(self, now: float) -> Start:
-        """Return the entry of this start up to `now`, with new readings of the energy counters."""
+        """Return the current entry, up to `now`, with new readings of the energy counters."""
         run, seconds = self._run, now - self._began_s
         hours = seconds * self._devices / 3600
         origin: str | None = None

@@ -50,7 +50,7 @@ def kind_of_text(text: str) -> FailureKind:
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """Classify an exception by its `failure_kind` attribute or else by errno, type and message."""
+    """Classify an exception by its attribute `failure_kind`, or else by its errno, type and message."""
     own: FailureKind | None = getattr(error, "failure_kind", None)
     if own is not None:
         return own
@@ -74,7 +74,7 @@ class StoredFile(StoredModel):
 
 
 class RunMemory(StoredModel):
-    """Host memory of a run, sampled by the launcher."""
+    """Host memory that a run uses, sampled by the launcher."""
 
     peaks_gib: dict[str, float] = {}
     """Process name, such as "rank 0" -> peak resident memory in GiB."""
@@ -85,14 +85,14 @@ class RunMemory(StoredModel):
 
 
 class Failure(StoredFile):
-    """Cause of a run's failure. A failing rank writes it to logs/rank-N.error.json; the launcher adds fields
-    and writes it to `failure` in summary.json."""
+    """Cause of a run's failure. A failing rank writes it to logs/rank-N.error.json; the launcher
+    completes it and stores it as `failure` in summary.json."""
 
     kind: FailureKind = "error"
     message: str
     """`ExceptionType: message`; without an exception, a description of what happened."""
     rank: int | None = None
-    """First rank that failed; null = unknown, or not the failure of a single rank."""
+    """First rank that failed; null if it is unknown, or if the failure is not specific to one rank."""
     node: str | None = None
     """Number and host of the rank's node in a multi-node run."""
     time_ns: int = 0
@@ -100,13 +100,13 @@ class Failure(StoredFile):
     error_type: str | None = None
     """Name of the exception class."""
     where: str | None = None
-    """file:line of the failure in the code of bert-dp or of the user."""
+    """file:line of the failure, in bert-dp's or the user's code if possible."""
     source: str | None = None
-    """Source line at `where`, and the name of its function."""
+    """Name of the function at `where` and, if known, the source line."""
     issues: list[dict[str, Any]] = []
-    """Fields of each `Issue` if the input was bad."""
+    """For bad input, the fields of each `Issue`."""
     agreed: bool = False
-    """True if all ranks stopped the run by the same rule, so that a restart would stop in the same way."""
+    """True if all ranks stopped together for a reason that would recur after a restart."""
     # added by the launcher
     killed_by: int | None = None
     """Signal that killed the rank."""
@@ -137,7 +137,7 @@ class Straggler(StoredModel):
 
     rank: int
     ratio: float
-    """This rank's compute time before the reductions of a step, relative to the median of the other ranks."""
+    """This rank's compute time before the first reduction of a step, divided by the other ranks' median."""
     seconds_per_step: float
     """Seconds that the other ranks lose in each step."""
 
@@ -172,7 +172,7 @@ class Restart(StoredModel):
 
 class HeldOut(StoredModel):
     """Results of an evaluation; a result is null if the task does not measure it. Lines of evals.jsonl also
-    have step, tokens and elapsed_s."""
+    contain step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean loss over `masked_tokens` or `examples`, in `loss_unit`."""
@@ -188,10 +188,10 @@ class HeldOut(StoredModel):
     """Finetuning: number of dev examples."""
     scores: dict[str, FiniteOrNone] | None = None
     """Finetuning: "split/metric" -> score in the metric's unit. A score is missing if a logit was not finite,
-    and null if the metric is undefined, such as a correlation with a constant."""
+    and null if its metric is undefined, as is a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
     """Finetuning: scores of a constant prediction: the most frequent label (single_label), the most
-    frequent value of each label (multi_label) or the mean score (regression) of the train split."""
+    frequent value of each label (multi_label) or the mean score (regression) in the train split."""
     f1_average: Literal["binary", "macro", "micro"] | None = None
     """Finetuning: kind of F1. binary = F1 of the second label; macro = mean of the labels' F1; micro = F1 of
     all decisions pooled."""
@@ -210,7 +210,7 @@ class SequenceLosses(StoredFile):
 
 
 class InitFrom(StoredModel):
-    """Initial weights from run.init_from."""
+    """Source of a run's initial weights, if run.init_from is set."""
 
     checkpoint: str
     sha256: str
@@ -241,7 +241,7 @@ class Summary(StoredFile):
     heldout_step: int | None = None
     """Step of the last evaluation. It can be less than `step` if a signal or a failure stopped the run."""
     since_step: int | None = None
-    """Step at which this start began. Rates, times, memory and energy cover the steps since then."""
+    """Step at which this start or resumption began. Rates, times, memory and energy cover later steps."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None
@@ -261,13 +261,13 @@ class Summary(StoredFile):
     peak_memory_gib: FiniteOrNone = None
     """Highest peak memory of any rank."""
     energy_j: FiniteOrNone = None
-    """Joules that the GPUs of all ranks used in this start after set-up; null = not measured."""
+    """Joules that all ranks' GPUs used in this start, excluding set-up; null = not measured."""
     skipped_steps: int | None = None
     checkpoint: str | None = None
     """Path of the newest checkpoint, relative to the run directory."""
     init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
-    """`ratio` of the slowest rank, as defined in `Straggler`; null if the run has one rank."""
+    """`ratio` of the slowest rank, as in `Straggler`; null if it is undefined, for example with one rank."""
     straggler: Straggler | None = None
     """Set if `straggler_ratio` is above STRAGGLER_RATIO and enough steps were measured."""
     time_s: dict[str, float] = {}

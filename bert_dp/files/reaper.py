@@ -14,8 +14,8 @@ from pathlib import Path
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
-PATIENCE_S = 1.0  # seconds that the ranks have to exit by themselves after the launcher has ended
-SEARCH_S = 5.0  # seconds for which the search repeats, because a process may start others before it is killed
+PATIENCE_S = 1.0  # seconds given to the ranks to exit by themselves after the launcher has ended
+SEARCH_S = 5.0  # time limit in seconds for finding and killing processes, which may start others meanwhile
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -30,8 +30,8 @@ def module_command(module: str, *options: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for child processes. They identify this process, whose exit ends the
-    children, and prevent imports from the current directory, even in the workers of torchrun."""
+    """Return environment variables for child processes. The variables identify this process, whose
+    exit ends the children, and prevent imports from the current directory, even in torchrun's workers."""
     pid = os.getpid()
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
@@ -52,15 +52,15 @@ def describe_exit_code(code: int, suffix: str) -> str:
 
 @contextlib.contextmanager
 def reaper(scratch: Path) -> Iterator[None]:
-    """Kill child processes and remove `scratch` if this process is killed inside the block. The reaper is a
-    small process that acts when its standard input closes. Even without it, ranks exit when this process
+    """Kill child processes and remove `scratch` if this process is killed in the `with` block. The reaper is
+    a small process that acts when its standard input closes. Even without it, ranks exit when this process
     ends, unless they are stopped (SIGSTOP) or hold the interpreter lock."""
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; without the marks, no reaper kills this process
+    # -I and -S keep the interpreter small; its environment lacks the marks, so that no reaper kills it
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,

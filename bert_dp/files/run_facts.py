@@ -1,4 +1,4 @@
-"""Find checkpoints and read their state.json, and read export.json of exported directories. Torch-free."""
+"""Find checkpoints, and read their state.json and the export.json of exported models. Torch-free."""
 
 import contextlib
 import json
@@ -81,8 +81,8 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """Return the path and state.json of a checkpoint, or None. `directory`: the checkpoint, or a run or
-    folder whose newest readable checkpoint is used. Hashes are not verified."""
+    """Return the path and state.json of a checkpoint; None if none is readable. `directory`: a checkpoint,
+    or a run directory or folder whose newest readable checkpoint is used. Hashes are not verified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -106,7 +106,7 @@ class Exported(StoredFile):
     format: ExportFormat
     kind: Kind
     architecture: str | None = None
-    """transformers architecture; null unless the format is hf."""
+    """Name of the architecture in transformers; null unless the format is hf."""
     precision: ExportPrecision = "fp32"
     run: str
     """Name of the run's directory."""
@@ -115,8 +115,8 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """SHA-256 of the run's tokenizer.json. Export changes its copy if the file turns on padding or
-    truncation, or adds other special tokens than finetuning does."""
+    """SHA-256 of the run's tokenizer.json. The exported copy is changed if the run's file turns on padding
+    or truncation, or does not add the special tokens that finetuning uses."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count

@@ -33,7 +33,7 @@ def _measure(
     interface: str = "lo",
 ) -> None:
     """Run one rank. Time all-reduces of `sizes` bytes, for about `seconds` each. Rank 0 prints the results.
-    `store`: path of a file for ranks on one node, or a store for two nodes."""
+    `store`: path of the store's file for ranks on one node, or a store for ranks on two nodes."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def _measure(
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Time all-reduces for about `seconds`. busbw is nccl-tests' bus bandwidth in GB/s; 1 GB = 1e9 bytes."""
+    """Time all-reduces for about `seconds`. busbw_gb_s is nccl-tests' bus bandwidth; 1 GB = 1e9 bytes."""
     data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:

@@ -1,6 +1,6 @@
 """Measure the matmul rate of one device. This rate is the denominator of MAMFU.
 
-`python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line with the best rate of several
+`python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints a JSON line with the best rate over several
 shapes, as MAMF-finder (stas00/ml-engineering) does. On a CPU, it uses all cores available to the process.
 """
 
@@ -49,7 +49,7 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use all cores available to this process, and keep freed memory for reuse, like a rank on a CPU."""
+    """Use all cores available to this process, and keep freed memory for reuse, as a rank on a CPU does."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 

@@ -1,4 +1,4 @@
-"""Measure when each gradient is ready during one rank's training step, for the predictions of `plan scaling`.
+"""Measure when each gradient becomes ready in a rank's training step, for the predictions of `plan scaling`.
 
 `python -m bert_dp.measure.profile_step CONFIG.yaml` prints one JSON line. One process trains with the engine,
 the micro-batch size and the data of the configuration.
@@ -45,7 +45,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS steps. The steps update the model."""
+    """Return the field `profile` of scaling.json: medians over REPEATS steps. The steps update the model."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
     hooks = [

@@ -144,7 +144,7 @@ def is_slow_in_kernel(q_BASD: Tensor) -> bool:
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention: [B, S, H] -> [B, S, H]. `seen`: mask that is False for keys to ignore,
+    """Bidirectional self-attention: [B, S, H] -> [B, S, H]. `seen`: mask, False for keys to ignore; shape
     [B, 1, 1, S] for padding or [1 or B, 1, S, S] for local attention; None = no mask, which is faster.
     `seed_B`: dropout keys; see bert_dp.model.kernels."""
 
@@ -219,7 +219,7 @@ class MLP(nn.Module):
         if self.gated and kernels.takes_gpu_kernel(x):
             x = gpu_kernels.gated_gelu(x)
         elif self.gated:
-            x, gate = x.chunk(2, dim=-1)  # ModernBERT's names; the paper calls gelu(x) the gate
+            x, gate = x.chunk(2, dim=-1)  # named as in ModernBERT; the paper calls gelu(x) the gate
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
@@ -283,8 +283,8 @@ class Encoder(nn.Module):
         types_BS: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [B, S, H]. `x_BSH`: token embeddings. `real_BS`: False for padding; None =
-        no padding. `seed_B`: an int32 key per example, for dropout in training. `types_BS`: token types,
-        default 0."""
+        no padding. `seed_B`: an int32 key per example, for dropout in training. `types_BS`: token types;
+        None = all 0."""
         return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B, types_BS))
 
     def residual_stream(
@@ -359,7 +359,7 @@ class EncoderModel(Model):
 
     def compiled_parts(self) -> Sequence[nn.Module]:
         """Return the blocks, the embeddings and the head. Because each is compiled separately, all blocks
-        share one graph, and DDP gets gradients block by block and can overlap reductions with backward."""
+        share one compiled graph, and DDP gets gradients block by block and reduces them during backward."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:
@@ -386,7 +386,7 @@ class EncoderModel(Model):
 
 
 class CrammedBert(EncoderModel):
-    """Masked language model, whose tied decoder is applied to the predicted positions only."""
+    """Masked language model that applies its tied decoder only to the predicted positions."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__(config, sequence_length)

@@ -10,7 +10,7 @@ from bert_dp.config import FinetuneConfig, ModelConfig, finetuned_head
 from bert_dp.model.bert import EncoderModel, make_norm
 from bert_dp.model.kernels import KeyedDropout
 
-HEAD_SITE = 1_000_000  # dropout site of the head, greater than the sites of all layers
+HEAD_SITE = 1_000_000  # dropout site of the head, greater than the site of any layer
 
 HEADS = {
     # head of github.com/JonasGeiping/cramming: Linear 1024, tanh, dropout, Linear

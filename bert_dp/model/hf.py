@@ -35,7 +35,7 @@ NORMS = {
     "post": (("attention.output.LayerNorm", "attn_norm"), ("output.LayerNorm", "mlp_norm")),
 }
 DROPPED = ("pooler.", "classifier.", "cls.seq_relationship.", "qa_outputs.")
-"""Name prefixes of the heads that are not loaded."""
+"""Name prefixes of heads that are never loaded."""
 NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias")
 """Name suffixes of tensors to skip: buffers, and copies of the embedding and of the decoder bias."""
 

@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """Base class of the models of all tasks. The defaults suit a small model that is never split."""
+    """Base class of the models of all tasks. The default methods suit a small model that is never split."""
 
     def blocks(self) -> Sequence[nn.Module]:
         """Return the modules that fsdp shards and activation checkpointing recomputes, each as one unit."""
@@ -30,5 +30,5 @@ class Model(nn.Module):
         return False
 
     def is_pretrained(self, name: str) -> bool:
-        """Return whether to load a tensor from run.init_from. If not, it keeps its seeded initial values."""
+        """Return whether a tensor is loaded from run.init_from. Others keep their seeded initial values."""
         return True

@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Compute a @ b.T, [M, N], with the faster library for device and dtype. Callers define its gradient."""
+    """Compute a @ b.T, [M, N], with the faster library for device and dtype. Callers define the gradient."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
@@ -119,7 +119,7 @@ def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Ten
     return grad_VH.add_(dense_VH)
 
 
-ROW = 2**17  # stride of a row: exceeds any number of columns, and rows * ROW stays below 2^31
+ROW = 2**17  # row stride, greater than any number of columns; rows * ROW stays below 2^31
 
 
 def mix32(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def mix32(x: Tensor) -> Tensor:
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
     """Derive the int32 keys of a dropout site from `key`. `site`: an int, or an int32 tensor that is on the
     same device as `key` and is broadcast with it."""
-    if isinstance(site, int):  # filled on the device, because copying a number to it would block the host
+    if isinstance(site, int):  # created on the device, because a copy from the host would block the host
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))
 

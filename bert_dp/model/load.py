@@ -84,7 +84,7 @@ def make_model(config: Config) -> RunModel:
 
 
 def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
-    """Build the whole model on the rank's device. Return the model, and True if it is compiled."""
+    """Build the whole model on the rank's device. Return the model and whether it is compiled."""
     config = rank.config
     model = rank.task.build_model(config.run.seed).to(rank.device, precision.parameters)
     if config.parallel.activation_checkpointing:
@@ -111,17 +111,17 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block, and recompute it in the backward pass. All blocks share a graph, because this function is
-    bound as a method. With torch's own wrapper, no block would be compiled: Dynamo skips torch's code."""
+    """Run a block, and recompute it in the backward pass. This function is bound as a method, so all blocks
+    share a compiled graph. With torch's own wrapper, Dynamo would compile no block: it skips torch's code."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
-    """Compile the parts of the model in place, which keeps the parameter names."""
+    """Compile `model.compiled_parts()` in place, which keeps the parameter names."""
     # Dynamo would split every graph at DDP's buckets, although DDP's hooks do not require that
     torch._dynamo.config.optimize_ddp = False
     # finetuning needs 16 graphs per length: with and without padding, in training and in evaluation, for the
-    # first and for other blocks (which can differ), and for global and local attention
+    # first block (which can differ) and the others, and for global and local attention
     limit = 16 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
@@ -132,10 +132,10 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the initial canonical state of a run, on the host, and a record of its source. The weights are
-    those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are loaded instead
-    and, if run.init_keeps is `moments`, the optimizer state as well. Collective. Raise ConfigError if a
-    loaded tensor does not fit the model."""
+    """Return a run's initial canonical state, in host memory, and a record of what was loaded, if anything.
+    The weights are those of `model`. With run.init_from, the tensors that `Model.is_pretrained` selects are
+    loaded instead and, if run.init_keeps is `moments`, the optimizer state as well. Collective. Raise
+    ConfigError if a loaded tensor does not fit the model."""
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:
@@ -147,7 +147,7 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        # rank 0 chooses for all ranks, because the source run may still write and remove checkpoints
+        # rank 0 chooses for all ranks, because the source run may still be writing and removing checkpoints
         path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)

@@ -1,6 +1,6 @@
 """Create optimizers and compute the learning rate.
 
-To add an optimizer, add a file with a function `make` here, and a row to `OPTIMIZERS` in config/engines.py.
+To add an optimizer, add a file with `make` to this package, and a row to `OPTIMIZERS` in config/engines.py.
 """
 
 import importlib
@@ -94,12 +94,12 @@ def parameter_groups(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Base class of optimizers that clip gradients and skip steps without a host sync, like torch's fused
+    """Base class for optimizers that clip gradients and skip steps without a host sync, like torch's fused
     AdamW. Before `step`, the engine sets `sharded_sums` and the float32 device scalars `grad_scale` and
     `found_inf`."""
 
     grad_scale: Tensor | None = None
-    """Divisor of the gradients."""
+    """Number by which to divide the gradients."""
     found_inf: Tensor | None = None
     """1.0 = skip this step, 0.0 = take it."""
     sharded_sums: Callable[[Tensor], Tensor] | None = None
@@ -107,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
     [k, N]. The tensors are in the order of the optimizer's parameters."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (keep, divisor), scalars with the device and dtype of `like`. `keep` is 0 to skip the step,
+        """Return (keep, divisor), scalars on `like`'s device and in its dtype. `keep` is 0 to skip the step,
         else 1; `divisor` divides the gradients."""
         skip = torch.zeros((), device=like.device) if self.found_inf is None else self.found_inf
         divisor = torch.ones((), device=like.device) if self.grad_scale is None else self.grad_scale

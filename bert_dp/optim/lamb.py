@@ -50,7 +50,7 @@ class Lamb(Optimizer):
             if not params:
                 continue
             keep, divisor = self.controls(params[0])
-            if group["weight_decay"] == 0:  # LAMB without a trust ratio is AdamW, which needs one kernel
+            if group["weight_decay"] == 0:  # LAMB without a trust ratio is AdamW, which needs only one kernel
                 self.adamw(group, params)
                 sums.append(keep.new_zeros(2, len(params)))
                 continue
@@ -93,7 +93,7 @@ def moments(
         v.copy_(v + new2 * (gradient * gradient - v))
         update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
         g.copy_(update)
-        # sum by rows, because otherwise inductor reads the weight and the update twice
+        # sum each row first, because otherwise inductor reads the weight and the update twice
         sums.append(torch.stack([(p * p).sum(-1).sum(), (update * update).sum(-1).sum()]))
     return torch.stack(sums, dim=1)
 

@@ -1,9 +1,9 @@
 """Create Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices, with AdamW for the rest.
 
-A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). This is as large
-as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, section 2.2). A parameter that
-fuses several matrices is split, because orthogonalising it as one matrix makes training worse (Megatron-LM
-issue 1428).
+A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). The factor makes
+the update as large as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, section 2.2).
+A parameter that fuses several matrices is split, because orthogonalising it as one matrix makes training
+worse (Megatron-LM issue 1428).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +54,8 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 class Muon(Optimizer):
     """Optimizer that updates matrices with Muon and other tensors with AdamW. Every matrix must be whole on
-    its rank. A parameter group of matrices has the key `splits`, a list of the FusedSplit of each matrix. The
-    state of a matrix is momentum_buffer. `step` overwrites .grad with the matrix to orthogonalise.
+    the rank that updates it. A parameter group of matrices has the key `splits`: one FusedSplit per matrix.
+    A matrix's only state is momentum_buffer. `step` overwrites .grad with the matrix to orthogonalise.
     `multiply_in`: dtype of the Newton-Schulz products; None = the parameters' dtype."""
 
     def __init__(
@@ -107,8 +107,8 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield lists of indices of equally shaped matrices. The matrices of a list have at most BATCH_ELEMENTS
-    elements in total, unless the list contains only one matrix."""
+    """Yield lists of indices of equally shaped matrices. The matrices in a list have at most BATCH_ELEMENTS
+    elements in total, unless there is only one."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -131,8 +131,8 @@ def no_tf32() -> Iterator[None]:
 
 @no_tf32()
 def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
-    """Approximate U V' of each matrix's singular value decomposition U S V'. Return [..., R, C] in the
-    matrices' dtype. `multiply_in`: dtype of the products; None = the matrices' dtype."""
+    """Approximate U V' for each matrix, whose singular value decomposition is U S V'. Return [..., R, C] in
+    the matrices' dtype. `multiply_in`: dtype of the products; None = the matrices' dtype."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

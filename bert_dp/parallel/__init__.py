@@ -37,7 +37,7 @@ class Engine(Protocol):
         """Wrap or shard `model`, which is already on its device, then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for a micro batch's forward and backward. It reduces gradients only if `last`."""
+        """Return a context for a micro batch's forward and backward. Gradients must be reduced if `last`."""
 
     def backward(self, loss: Tensor) -> None:
         """Run backward for `loss`. The losses of all micro batches and replicas sum to the step's loss."""
@@ -62,7 +62,7 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """Create the engine of bert_dp.parallel.<name>, with a gradient scaler if `precision` is fp16. Raises
+    """Create the engine in bert_dp.parallel.<name>, with a gradient scaler if `precision` is fp16. Raises
     ConfigError if a package that the engine needs is not installed."""
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     try:

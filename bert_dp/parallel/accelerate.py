@@ -1,4 +1,4 @@
-"""Train with Hugging Face Accelerate, whose `Accelerator.prepare` creates DistributedDataParallel.
+"""Train with Hugging Face Accelerate, whose `Accelerator.prepare` wraps the model in DistributedDataParallel.
 
 bert-dp itself controls autocast, loss scaling, the optimizer and the learning rate. A scheduler prepared by
 Accelerate would take as many steps per call as there are processes.
@@ -32,14 +32,14 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # accelerate does not read srun's and mpirun's variables, and would change the number of threads
+        # accelerate ignores srun's and mpirun's variables on a GPU, and would set the thread count on a CPU
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         # pass no size if bucket_mib is not set: torch then limits the first bucket to 1 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
         self._accelerator = Accelerator(
             cpu=device.type == "cpu",
-            device_placement=False,  # already on the device; a move would rebuild the parameter groups
+            device_placement=False,  # the model is already on its device
             mixed_precision="no",
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # overrides the environment
@@ -49,7 +49,7 @@ class Engine:
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model. Raises ConfigError if the environment makes accelerate choose another wrapper."""
+        """Wrap the model. Raises ConfigError if the environment makes accelerate choose anything but DDP."""
         self._model = model
         with warnings.catch_warnings():  # accelerate passes broadcast_buffers, which torch 2.13 has renamed
             warnings.simplefilter("ignore", FutureWarning)
@@ -59,7 +59,7 @@ class Engine:
             text = f"accelerate chose {kind}, not DistributedDataParallel, for {self.dp_size} ranks"
             hint = "unset ACCELERATE_USE_*, or start accelerate's launcher with --multi_gpu"
             raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
-        # not wrapped by accelerate, whose wrapper would hide the attributes that `clip_and_step` sets
+        # accelerate must not wrap the optimizer: that would hide the attributes that `clip_and_step` sets
         self._optimizer = make_optimizer(model.named_parameters())
         return self._wrapped, self._optimizer
 
@@ -67,7 +67,7 @@ class Engine:
         return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
 
     def backward(self, loss: Tensor) -> None:
-        whole = loss * self.dp_size  # because DDP averages over replicas, but the shares must be summed
+        whole = loss * self.dp_size  # DDP averages gradients over replicas, but they must be summed
         self._accelerator.backward(whole if self._scaler is None else self._scaler.scale(whole))
 
     def step(self, max_norm: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Arrange ranks in replicas, and take optimizer steps with clipped gradients, for several engines."""
+"""Arrange ranks in replicas, and take optimizer steps with clipped gradients. Several engines use this."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,12 +23,12 @@ class RankGrid:
         sizes = {"replica": replicas, "shard": self.dp_size // replicas, "tp": tensor}
         shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         self.mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        if device.type == "cuda":  # by default, NCCL's mesh groups time out after 10 minutes
+        if device.type == "cuda":  # by default, a mesh's NCCL groups time out after 10 minutes
             for group in self.mesh.get_all_groups():
                 distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
-        """Ranks with the same tp_rank. If `replicas` > 1, only those that share one copy of the weights."""
+        """Ranks with the same tp_rank. If `replicas` > 1, only those that split one copy of the weights."""
         self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
         """Mesh dimensions over which gradients are summed."""
 
@@ -81,9 +81,9 @@ def clip_and_step(
 ) -> Tensor:
     """Take one optimizer step on reduced gradients, without a host sync; return the norm before clipping.
 
-    To clip, the fused step divides gradients by `grad_scale`, which saves a memory pass. If the norm is not
-    finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because all get the norm
-    of the reduced gradients. The caller frees the gradients.
+    To clip, the fused step divides gradients by `grad_scale`, which saves a pass over memory. If the norm is
+    not finite, `found_inf` makes the step change nothing. All ranks skip the same steps, because all get the
+    same norm. The caller frees or zeroes the gradients.
 
     `sharded_sums` sums over the ranks that hold parts of the optimizer's tensors; None = every tensor is
     whole. `norm_sums` also sums over the ranks that own other tensors; None = use `sharded_sums`.

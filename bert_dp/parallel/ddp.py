@@ -70,12 +70,12 @@ class Engine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # DDP records the static graph in its first reduction: in the dry run, which discards the result
+            # also reduce in the dry run, where DDP records the static graph and whose result is discarded
             return nullcontext()
         return self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        whole = loss * self.dp_size  # because DDP averages over replicas, but the shares must be summed
+        whole = loss * self.dp_size  # DDP averages gradients over replicas, but they must be summed
         scaled_backward(whole, self._scaler)
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 

@@ -1,5 +1,5 @@
-"""Train with DeepSpeed ZeRO (arXiv 1910.02054). DeepSpeed reduces and clips gradients and takes the steps.
-The model, the optimizer and the training loop are bert-dp's.
+"""Train with DeepSpeed ZeRO (arXiv 1910.02054). DeepSpeed reduces and clips gradients and takes the
+optimizer steps. The model, the optimizer and the training loop are bert-dp's.
 
 Stages 0 and 1 reduce gradients only on the last micro batch, stages 2 and 3 on every micro batch. LAMB needs
 the norm of each tensor, so it is limited to stage 0: stages 1 to 3 flatten tensors. Muon is unsupported. To
@@ -25,7 +25,7 @@ from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
-OLDEST = (0, 19, 8)  # oldest tested version; older ones may take fp32 steps whose norm is not finite
+OLDEST = (0, 19, 8)  # oldest tested version; older ones may take fp32 steps with a non-finite gradient norm
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as in ddp; DeepSpeed would allocate its default of 2 GB
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,7 +53,7 @@ class Engine:
             hint = f"install {'.'.join(map(str, OLDEST))} or newer"
             raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed's
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # by DeepSpeed
         if device.type == "cpu":
             deepspeed.ops.__compatible_ops__ = {}  # keeps DeepSpeed from compiling an inference all-reduce
         if deepspeed.comm.is_initialized():  # drop references to destroyed groups of an earlier run
@@ -120,7 +120,7 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Load the state. Stages 1 to 3 raise ValueError if step counts differ, as they keep only one."""
+        """Load the state. Stages 1 to 3 keep one step count and raise ValueError if the counts differ."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
@@ -163,7 +163,7 @@ def settings(config: Config, precision: str) -> dict[str, Any]:
     """Return the configuration passed to DeepSpeed. DeepSpeed's defaults apply to the keys left out."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
-        "gradient_accumulation_steps": 1,  # bert-dp itself accumulates, as a batch ramp changes the number
+        "gradient_accumulation_steps": 1,  # bert-dp accumulates, since a batch ramp changes this number
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
         "fp16": {"enabled": False},

@@ -1,4 +1,4 @@
-"""Train on one rank with a plain module and no process group. This is the baseline of all measurements.
+"""Train on one rank with a plain module and no process group. This is the baseline for all measurements.
 
 The engine `independent` uses this class on N ranks, which train separate models on separate samples.
 """

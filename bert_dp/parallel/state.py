@@ -81,5 +81,5 @@ def write_state(
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copy `items` to the host. If not `keep`, only iterate, because making an item may be collective."""
+    """Copy `items` to the host if `keep`. Iterate in any case, as producing an item may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

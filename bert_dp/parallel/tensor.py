@@ -31,7 +31,7 @@ class TensorParallel:
         """Split parameters: name -> (dimension, number of matrices fused along it, each split separately)."""
 
     def shard_model(self, model: Model) -> None:
-        """Replace each parameter in `model.tensor_plan()` by this rank's shard. Other parameters remain
+        """Replace each parameter in `model.tensor_plan()` with this rank's shard. Other parameters remain
         replicated. Raises ConfigError for a model without a plan."""
         if self._size == 1:
             return
@@ -66,7 +66,7 @@ class TensorParallel:
         return torch.cat([m.chunk(self._size, dim)[self._rank] for m in whole.chunk(count, dim)], dim)
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Gather the whole tensor; inverse of `shard`. Collective over a replica's ranks."""
+        """Gather the whole tensor; the inverse of `shard`. Collective over a replica's ranks."""
         if name not in self._plan:
             return shard
         dim, count = self._plan[name]
@@ -90,7 +90,7 @@ class TensorParallel:
 
 
 class ParallelLinear(Linear):
-    """Base class of linear layers that are split over ranks. An instance holds this rank's part."""
+    """Base class for linear layers that are split over ranks. An instance holds this rank's part."""
 
     def __init__(self, share: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -127,12 +127,12 @@ class ParallelEmbedding:
         return column_product(x_PH, weight_VH, self._group)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Return the sum of cross entropies over the whole vocabulary, ignoring negative labels."""
+        """Return the cross entropy over the whole vocabulary, summed over the positions with a label >= 0."""
         return _CrossEntropy.apply(widened(logits_PV), labels_P, self._rank, self._group)
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return [2, P]: each position's cross entropy over the whole vocabulary, and 1 if its label has the
-        greatest logit, else 0. Both are 0 for a negative label. Has no gradient."""
+        greatest logit, else 0. Both are 0 for a negative label. The result has no gradient."""
         with torch.no_grad():
             _, sum_P, label_P, *_ = _reduced_sums(widened(logits_PV), labels_P, self._rank, self._group)
         loss_P, real_P = sum_P.log() - label_P, labels_P >= 0
@@ -145,7 +145,7 @@ class ParallelEmbedding:
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return a copy of `x`, reduced over the ranks by `operation`, SUM or MAX. Has no gradient."""
+    """Return a copy of `x`, reduced over the ranks by `operation`, SUM or MAX. The copy has no gradient."""
     out = x.contiguous().clone()
     dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))  # type: ignore[arg-type]
     return out
@@ -174,7 +174,7 @@ def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Ten
 
 
 def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """Return x @ weight.T, in the dtype of any enabled autocast. Backward sums x's gradient over ranks."""
+    """Return x @ weight.T, in autocast's dtype if it is enabled. Backward sums x's gradient over ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -228,9 +228,9 @@ def _reduced_sums(
     logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the terms of the cross entropy. Two reductions, of P and 2 P numbers, replace a gather of P x V
-    logits. Logits are relative to the position's largest logit of all ranks. Return exp_PV, the exponentials
+    logits. Logits are relative to the position's largest logit on any rank. Return exp_PV, the exponentials
     of this rank's columns; sum_P, their sums over all ranks; label_P, the label's logit (0 for a negative
-    label); local_P, the label's column on this rank; and mine_P, True if this rank has that column."""
+    label); local_P, the label's column on this rank; and mine_P, True if this rank holds that column."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
     local_P = labels_P - rank * logits_PV.shape[1]

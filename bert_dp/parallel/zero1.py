@@ -1,5 +1,5 @@
-"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank has all weights, but only the optimizer state of the
-tensors that it owns.
+"""Train with ZeRO stage 1 (arXiv 1910.02054): every rank holds all weights, but only the optimizer state of
+the tensors that it owns.
 
 A tensor's gradient is reduced to its owner, which broadcasts the new weights. The two operations send as many
 bytes as one all-reduce. Tensors stay whole, so that tensor norms (LAMB) and matrix products (Muon) are exact.
@@ -181,7 +181,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Assign tensors, largest first, to the rank with the fewest elements so far. Return each one's owner."""
+    """Assign tensors, largest first, to the rank with the fewest elements so far. Return the owners."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

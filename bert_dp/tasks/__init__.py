@@ -79,9 +79,9 @@ class Context:
     """Function that the task calls after each batch."""
     stopped: Callable[[], bool]
     """Function that the task calls before each batch; True = stop the evaluation. Collective: all ranks must
-    call it equally often, and all get the same result."""
+    call it the same number of times, and all get the same result."""
     run_dir: Path | None = None
-    """Directory for the results of single examples or sequences; None = this rank does not write them."""
+    """Directory for the results of individual examples or sequences; None = this rank does not write them."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sums of `values` over replicas, counting each replica once. Collective."""

@@ -24,11 +24,11 @@ from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.finetune import Finetuning, LabelledBatch
 from bert_dp.training import checkpoint
 
-EMBEDDINGS = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # a transformer's and a BiLSTM's
+EMBEDDINGS = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # in a transformer; in a BiLSTM
 
 
 class Distillation(Finetuning):
-    """Task of distillation, evaluated like finetuning; see `bert_dp.tasks.Task`."""
+    """Distillation task, evaluated like finetuning; see `bert_dp.tasks.Task`."""
 
     def open_data(self) -> DatasetInfo:
         """Open the prepared directory and the teacher's logits. Raise ConfigError if they do not match."""
@@ -87,7 +87,7 @@ class Distillation(Finetuning):
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
     """Copy the vectors in `path`, a run or a text file, to the rows of their tokens in `weight_VE`. Raise
-    ConfigError if `path` cannot be read, or if its vectors have another width or belong to no known token."""
+    ConfigError if `path` cannot be read, if a copied vector's width is wrong, or if no token has a vector."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():

@@ -1,6 +1,6 @@
 """Finetune a model to predict labels or scores of whole examples in a prepared directory (bert_dp.examples).
 
-Axes: N examples of a split, B examples of a micro batch, S positions of its longest example, L labels.
+Axes: N examples in a split, B examples in a micro batch, S positions in its padded examples, L labels.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class LabelledBatch(TensorBatch):
 
 
 class Finetuning:
-    """Task of finetuning; see `bert_dp.tasks.Task`."""
+    """Finetuning task; see `bert_dp.tasks.Task`."""
 
     def __init__(self, config: Config, device: torch.device):
         self._config, self._pin = config, device.type == "cuda"
@@ -99,8 +99,8 @@ class Finetuning:
         return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Write predictions for all splits except train, and compute scores for the splits with labels.
-        Every example counts once. `loss` is the mean over the examples of dev (for MNLI, of both dev splits).
+        """Write predictions for all splits except the train split, and compute scores for those with labels.
+        Every example counts once. `HeldOut.loss` is the mean over the dev examples (MNLI has two dev splits).
         A split gets no scores if any of its logits is not finite."""
         logits: dict[str, NDArray[np.float64]] = {}
         for name, examples in self._splits.items():
@@ -181,7 +181,7 @@ class Finetuning:
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
     def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
-        """Return the micro batch at these positions in the training stream. A global batch is a random set of
+        """Return the micro batch at `sample_ids` in the training stream. A global batch is a random set of
         examples, sorted by length to reduce padding."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size

@@ -36,7 +36,7 @@ class MaskedLanguageModel:
         self._held_out: list[data.MlmBatch] | None = None
 
     def open_data(self) -> DatasetInfo:
-        """Open the shards; build them on first use."""
+        """Open the shards. Build them on first use, unless data.path is set."""
         path = ensure(self._config)
         manifest = read_manifest(path)
         self._train = data.Shards(path, manifest, "train")
@@ -107,7 +107,7 @@ class MaskedLanguageModel:
                 on_device = batch.to(context.device)
                 logits_PV = model(on_device.ids_BS, on_device.positions_P)
                 loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
-                # the rows that pad the last batch repeat sequence 0, but their loss is 0, so they add nothing
+                # rows that pad the last batches repeat sequence 0 with labels IGNORE, so their loss is 0
                 index_B = torch.from_numpy(batch.sample_ids).to(context.device)
                 loss_N.index_add_(0, index_B, loss_P.view(-1, each).mean(1))
                 hits += hit_P.sum()
@@ -125,7 +125,7 @@ class MaskedLanguageModel:
         if total > 1:
             measured["loss_se"] = statistics.stdev(losses) / math.sqrt(total)
         if context.run_dir is not None:
-            # contents of files.models.SequenceLosses, for paired comparisons of runs
+            # fields of files.models.SequenceLosses, for paired comparisons of runs
             text = hashlib.sha256(self._held_out_shards.rows(np.arange(total)).tobytes()).hexdigest()
             facts = {"text_sha256": text, "mask_rate": EVAL_MASK_RATE, "losses": losses}
             write_or_warn(context.run_dir / files.SEQUENCE_LOSSES, json.dumps(files.finite(facts)))
@@ -144,8 +144,8 @@ make_task = MaskedLanguageModel
 def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterator[data.MlmBatch]:
     """Yield the micro batches of optimizer step `step`, counted from 1, of a masked-LM run.
 
-    `run_or_config`: a Run, a run directory, or a configuration (a file, a name or a Config). The data of a
-    configuration are built on first use, as in training.
+    `run_or_config`: a Run, a run directory, or a configuration (a file, a name or a Config). As in training,
+    shards missing from the cache are built.
 
     The micro batches of all replicas are yielded in the order of the training stream. With `dp` replicas
     (ranks / parallel.tensor), batch number j, counted from 0, is micro batch j // dp of replica j % dp. A
@@ -159,9 +159,9 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
 
     The step's loss in metrics.jsonl is the sum of the cross entropies divided by the sum of P.
 
-    With a batch ramp, the number of samples before the step is read from metrics.jsonl or, if it has no
-    line for the step, computed from the budget in steps or tokens. Raise ConfigError if the run has no masked
-    batches of real data, or has no such step.
+    With a batch ramp, the number of samples before the step is read from metrics.jsonl or, if that file
+    has no line for the step, computed from a budget in steps, tokens or epochs. Raise ConfigError if
+    neither is possible, if the run has no such step, or if it is not masked-LM pretraining on real data.
     """
     if step < 1:
         raise ConfigError([Issue("step", "out_of_range", f"{step} is below 1", step, hint="use 1 or more")])
@@ -189,7 +189,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
 
 
 def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
-    """Return (samples before a step, its global batch size). Raise ConfigError if either is unknown."""
+    """Return (samples before `step`, samples in it). Raise ConfigError if unknown or beyond the budget."""
     batch, samples = config.batch, (step - 1) * config.batch.global_size
     if batch.ramp_fraction > 0:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():

@@ -1,4 +1,4 @@
-"""Build a Trainer from a configuration and, to resume a run, a checkpoint."""
+"""Build a Trainer from a configuration and, if a run is resumed, its checkpoint."""
 
 import dataclasses
 from pathlib import Path
@@ -36,8 +36,8 @@ class Checkpoint:
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
-    """Raise ConfigError on each rank whose data differ from rank 0's. This can happen if every node has its
-    own cache. Collective."""
+    """Raise ConfigError on each rank whose data differ from rank 0's. The data can differ if every node has
+    its own cache. Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
         message = f"shards have hash {data.data_hash[:16]} on rank {comm.world.rank}, {first[:16]} on rank 0"
@@ -46,10 +46,10 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint that rank 0 chooses to resume from; return None to start a new run. `policy`:
-    "auto" (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or run. Raises
-    ConfigError if all checkpoints are damaged, or if the data, the user's code or a setting that must stay
-    fixed has changed since the save. Collective."""
+    """Load the checkpoint that rank 0 chooses to resume from; return None if a new run starts. `policy`:
+    "auto" (newest valid checkpoint in the run directory), "never", or the path of a checkpoint or a run
+    directory. Raises ConfigError if all checkpoints are damaged, or if the data, the user's code or a setting
+    that must stay fixed has changed since the save. Collective."""
     if policy == "never":
         return None
 
@@ -87,8 +87,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
-    """Choose a precision that the devices of all ranks support. With `auto`, a resumed run keeps its previous
-    precision. Raises ConfigError if model.residual_dtype needs another one. Collective."""
+    """Choose the run's precision. With `auto`, a resumed run keeps its precision; a new run gets one that all
+    ranks' devices support. Raises ConfigError if model.residual_dtype needs a different one. Collective."""
     config = rank.config
     chosen = decide_precision(
         config.precision,
@@ -106,7 +106,7 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
 def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Build the trainer; return it, its initial progress and its initial tensors, which `dry_run` loads.
+    """Build the trainer; return it, the run's initial progress and the tensors to pass to `dry_run`.
     `plan`: steps to profile. Raises ConfigError if the checkpoint does not fit the model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
@@ -173,7 +173,7 @@ def build_trainer(
             folder,
             config.checkpoint,
             log_rank0=rank.log_rank0,
-            saved_step=state.step if is_saved else None,  # None: the run does not resume from `folder`
+            saved_step=state.step if is_saved else None,  # None = `folder` has no checkpoint of this run yet
         ),
         records=Records(rank.run_dir, rank.log_rank0),
         trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),
@@ -193,7 +193,7 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Discard records and checkpoints that are later than the step at which the run starts. Collective."""
+    """Remove records and set aside checkpoints of steps after the one at which the run starts. Collective."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
@@ -235,7 +235,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """Add rank 0's device, library versions and settings to environment.json. Other ranks do nothing."""
+    """Add rank 0's device, library versions and settings to environment.json. Does nothing on other ranks."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"
@@ -248,7 +248,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
-        "cores": [devices.format_cores(share) for share in placed.shares],  # one entry per rank of this node
+        "cores": [devices.format_cores(share) for share in placed.shares],  # one entry per rank on this node
         "config_hash": trainer.config.hash(),
         "code": trainer.metadata["code"],
         "precision": trainer.precision.name,

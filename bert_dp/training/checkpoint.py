@@ -52,10 +52,10 @@ class TrainState:
     elapsed_s: float = 0.0
     """Elapsed seconds on rank 0's clock at the last save."""
     skipped_steps: int = 0
-    """Number of steps skipped up to the last log line or save. `Meter.skipped`, on the device, is current."""
+    """Steps skipped up to the last log line or save. The current number is `Meter.skipped`, on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """Losses logged most recently, with which the next logged loss is compared."""
+    """Most recently logged finite losses, with which the next logged loss is compared."""
     lr: float = 0.0
     """Learning rate of the last step."""
     global_batch: int = 0
@@ -134,7 +134,7 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Return the name of the first weight or optimizer tensor that is not finite; None if all are finite."""
+    """Return the name of the first weight or optimizer tensor with a NaN or infinity; None = all finite."""
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             if not tensor.is_floating_point() or not tensor.numel():
@@ -154,9 +154,9 @@ def _step_of(path: Path) -> int:
 
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """Remove the temporary directories of interrupted saves, and all but the `keep` newest checkpoints.
-    Checkpoints renamed by `set_aside_after` are removed once the run has reached their step again. A complete
-    checkpoint is removed only if two newer ones (one if `keep` is 1) are valid. `trusted`: checkpoints known
-    to be valid, which are not read again."""
+    Checkpoints renamed by `set_aside_after` are removed once a checkpoint of the same or a later step exists.
+    A complete checkpoint is removed only if two newer ones (one if `keep` is 1) are valid. `trusted`:
+    checkpoints known to be valid, which are not read again."""
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
     listed = list_checkpoints(folder)
@@ -186,7 +186,7 @@ def set_aside_after(folder: Path, step: int) -> None:
 
 
 def check(path: Path) -> str | None:
-    """Compare checkpoint files with the manifest's sizes and hashes; return the first problem or None."""
+    """Compare a checkpoint's files with its manifest's sizes and hashes; return the first problem or None."""
     try:
         manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
@@ -210,7 +210,7 @@ def check(path: Path) -> str | None:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint or None, and the first problem of each newer, invalid one."""
+    """Return the newest valid checkpoint (None if there is none) and the first problem in each newer one."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         if (problem := check(path)) is None:
@@ -220,7 +220,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, CheckpointFacts]:
-    """Load the unsharded state into host memory; read state.json. Raises ConfigError if either is damaged."""
+    """Load the unsharded state into host memory; read state.json. Raises ConfigError if a file is damaged."""
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)
@@ -269,7 +269,7 @@ def kind(tensor: Tensor) -> str:
 
 def resolve(source: str) -> Path:
     """Return the checkpoint at path `source`, or the newest valid one if `source` is a run directory or its
-    checkpoints directory. Warns on stderr of newer, damaged ones. Raises ConfigError if none is valid."""
+    checkpoints directory. Warns on stderr about newer, damaged ones. Raises ConfigError if none is valid."""
     path = Path(source)
     if (path / "manifest.json").exists():
         if problem := check(path):
@@ -309,7 +309,7 @@ class SaveTimer:
         return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
 
     def saved(self, elapsed_s: float, pause_s: float) -> str | None:
-        """Record a save at `elapsed_s`, for which training paused `pause_s` seconds. Return a log line for
+        """Record a save at `elapsed_s` that paused training for `pause_s` seconds. Return a log line for
         the first save that makes the interval longer than checkpoint.every_minutes, else None."""
         self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
         if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
@@ -328,7 +328,7 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Writer of checkpoints, one at a time, in a background thread. Every rank has an instance, but only rank
+    """Writes checkpoints, one at a time, in a background thread. Every rank has an instance, but only rank
     0 writes. A failed save is counted and leaves earlier checkpoints intact."""
 
     def __init__(
@@ -341,14 +341,14 @@ class AsyncCheckpointer:
     ):
         self._folder, self._settings, self._log = folder, settings, log_rank0
         self.saved_step = saved_step
-        """Step of the newest checkpoint completely written to `folder`; None if there is none."""
+        """Step of the run's newest complete checkpoint (last `save` if checkpoint.keep is 0) or None."""
         self.failed_saves = self.failed_writes = 0
         self.stall_s = 0.0
         """Total seconds for which training paused to gather states and to wait for earlier writes."""
         self.abort_reason: Failure | None = None
-        """Failure of the first failed save; it ends the run. Set only if checkpoint.on_error is `stop`."""
+        """If checkpoint.on_error is `stop`: failure of the first unsuccessful save, which ends the run."""
         self.problem: Failure | None = None
-        """Failure of the last save; None if it succeeded."""
+        """Failure of the last save; None if that save succeeded."""
         self._writing: Future[None] | None = None
         self._trusted: set[Path] = set()
 
@@ -370,13 +370,13 @@ class AsyncCheckpointer:
         if state is not None:
             writer = ThreadPoolExecutor(1, "checkpoint-writer")
             self._writing = writer.submit(self._write, step, state, metadata)
-            # end the thread after the write: it has OpenMP threads of its own, and if GCC's OpenMP counts
-            # more threads than cores, it suspends waiting threads, which slows a step on CPUs by 4 %
+            # end the thread after the write, because it has OpenMP threads of its own: with more threads
+            # than cores, GCC's OpenMP suspends waiting threads, which slows a step on CPUs by 4 %
             writer.shutdown(wait=False)
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for a pending write; return the newest saved step. Raises the write's unexpected errors."""
+        """Wait for a pending write; return `saved_step`. Re-raises an unexpected error of the write."""
         self.close()
         if self._writing is not None:
             self._writing.result()
@@ -401,7 +401,7 @@ class AsyncCheckpointer:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                prune(self._folder, min(keep, 2), self._trusted)  # frees space for another try
+                prune(self._folder, min(keep, 2), self._trusted)  # free space for a second try
                 path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
         except (OSError, NotFiniteError) as error:
             self._failed(step, error)

@@ -21,7 +21,7 @@ from bert_dp.training.process import World
 @dataclasses.dataclass(frozen=True)
 class HostAndDevice:
     node: str
-    """Host name, a slash and the boot ID. Machines copied from one image can have the same host name."""
+    """Host name, a slash and the boot ID: machines copied from one image can have the same host name."""
     gpu: str | None
     """PCI address of the GPU (domain:bus:device.function, as in sysfs); None for a CPU."""
 
@@ -56,8 +56,8 @@ def choose_device(setting: str, world: World) -> torch.device:
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Select `device`. With `deterministic`, allow only deterministic kernels; an operation without one
-    then raises RuntimeError in the dry run. Call this before any GPU work."""
+    """Select `device`. With `deterministic`, allow only deterministic kernels; an operation that has
+    none raises RuntimeError in the dry run. Call this before any GPU work."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads this when it starts
     # call torch only if the setting changes: use_deterministic_algorithms imports inductor, which is slow
@@ -65,7 +65,7 @@ def use_device(device: torch.device, *, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow
-    # forbid the attention kernels that torch cannot make deterministic; flash and plain attention remain
+    # forbid the attention kernels that torch cannot make deterministic; flash and math attention remain
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
     if device.type == "cuda":
@@ -80,7 +80,7 @@ class Placement:
     """Cores and threads assigned by `set_affinity`."""
 
     shares: tuple[Cores, ...]
-    """Cores of each rank on this node; () = rank not bound. If the user bound this rank, only its cores."""
+    """Cores of each rank on this node; () = rank not bound. Only this rank's cores if the user bound it."""
     threads: int
     """Number of threads of this rank: one per core, but at most OMP_NUM_THREADS."""
 
@@ -147,7 +147,7 @@ def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]
 
 
 def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
-    """Group the allowed cores by NUMA node, as listed in sysfs. Threads of one physical core are adjacent
+    """Group the allowed cores by NUMA node, as listed in sysfs. Hardware threads of one core are adjacent
     in the result. Without sysfs, all cores are assigned to node 0, and each counts as a physical core."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
@@ -271,7 +271,7 @@ def precision_of(name: str) -> Precision:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether the device multiplies bf16 in hardware."""
+    """Return whether the device multiplies bf16 numbers in hardware."""
     if device.type == "cpu":
         return bool(bf16_units())
     return torch.cuda.get_device_capability(device) >= (8, 0)

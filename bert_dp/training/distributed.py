@@ -33,7 +33,7 @@ class HostCollectives:
         self._group = group
 
     def all_gather(self, values: Sequence[float]) -> Tensor:
-        """Gather every rank's values: [N, len(values)] float64."""
+        """Gather every rank's values: [world size, len(values)] float64."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine[None]
@@ -42,7 +42,7 @@ class HostCollectives:
         return torch.stack(parts)
 
     def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an elementwise maximum over ranks. The returned function awaits and returns the result."""
+        """Start an elementwise max reduction over ranks; return a function that waits for the result."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine.tolist
@@ -154,7 +154,7 @@ def connect(
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
     """List the collectives among the last `count` operations in each of torch's flight recorders, oldest
-    first per recorder; [] if torch has none. Key `sizes`: the shapes of the inputs."""
+    first per recorder; [] if torch has none. The key `sizes` holds the input shapes."""
     collectives: list[dict[str, Any]] = []
     # private functions of torch: the first dumps the flight recorder of gloo, the second that of NCCL
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -212,7 +212,7 @@ class SharedClock:
         self.spending = spending
         self._shared = 0.0 if spending else elapsed_s  # last result of `exchange`
         self.shared_elapsed_s = elapsed_s
-        """Elapsed seconds that rank 0 sent in the last exchange, identical on every rank."""
+        """Rank 0's elapsed seconds, as last received by `exchange`; identical on every rank."""
         self._step_began_s = elapsed_s
         self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
@@ -230,8 +230,8 @@ class SharedClock:
 
     def spent_s(self) -> float:
         """Return the elapsed seconds to save in a checkpoint. Without `spending`, they are at least the
-        seconds that `exchange` last returned: these are a prediction and can be ahead of the clock, but
-        progress must not decrease when the run is resumed."""
+        seconds that `exchange` last returned, a prediction that can be ahead of the clock: progress must
+        not decrease when the run is resumed."""
         return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
@@ -254,9 +254,9 @@ class SharedClock:
         return self._step_s
 
     def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
-        """Return whether an evaluation or a save would leave the reserve of a budget in dollars or kWh
-        untouched. Return True for other budgets. `pause`: field of `spending` that holds the expected
-        duration in seconds. Collective."""
+        """Return whether an evaluation or a save fits a budget in dollars or kWh without touching the
+        reserve (see `Spending`). Return True for other budgets. `pause`: field of `spending` that holds
+        the expected duration in seconds. Collective."""
         if self.spending is None:
             return True
         end_s = self.elapsed_s() + getattr(self.spending, pause)
@@ -267,8 +267,8 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """Send the amount spent again after a pause (evaluation or save): the pending exchange was started
-        before the pause and does not include it. Does nothing without `spending`. Collective."""
+        """After a pause (evaluation or save), replace the pending exchange: its amount spent was computed
+        before the pause. Does nothing without `spending`. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)

@@ -32,7 +32,7 @@ class Follower:
         return self
 
     def start(self, config: Config) -> None:
-        """Write config.yaml and remove the error files and summary that an earlier start left. Then start
+        """Write config.yaml and remove the error files and summary left by an earlier start. Then start
         the process and wait until it is ready. The process inherits the current stdout. Raises OSError."""
         logs = self._run_dir / "logs"
         logs.mkdir(exist_ok=True)

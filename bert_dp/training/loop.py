@@ -120,7 +120,7 @@ def train_step(
 def dry_run(trainer: Trainer, start: State) -> None:
     """Run one training step and one evaluation batch, then load the state `start`. This compiles the model
     and shows early whether memory suffices. It also lets DDP build its final buckets: with three or more
-    ranks, the first iteration sums in another order than later ones. Takes no stream samples. Collective."""
+    ranks, later iterations sum in a different order from the first. Takes no stream samples. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
     train_step(
@@ -193,7 +193,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
             log_steps(trainer, state, clock)
         step_s = clock.end_step()
         if clock.spending is not None and not state.eval_s:
-            # estimate until the first evaluation: a forward pass takes a third of a step
+            # estimate, used until the first evaluation: a forward pass takes about a third of a step
             clock.spending.evaluation_s = step_s * trainer.data.num_evaluated / state.global_batch / 3
         evaluates = config.eval.every_steps and state.step % config.eval.every_steps == 0
         if evaluates and clock.has_time_for("evaluation_s"):  # otherwise evaluate only at the end
@@ -249,7 +249,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """Write a line to metrics.jsonl and check for loss spikes and skipped steps. Collective."""
     trainer.heartbeat.enter("log", state.step)
-    gc.collect()  # on all ranks at once, while devices work; fast, because gc_paused froze older objects
+    gc.collect()  # all ranks do this at once, while devices work; fast, because gc_paused froze older objects
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
     spent = clock.spent(elapsed_s)
@@ -274,7 +274,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
 
 
 def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
-    """Report and count a spike of the logged loss; store the loss for later comparisons."""
+    """Report and count a spike in the logged loss; store the loss for later comparisons."""
     recent = state.recent_losses
     if metrics.is_spike(loss, recent):
         state.loss_spikes += 1
@@ -310,8 +310,8 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
-    """Start saving the run in the background. With `wait`, wait for the save and return its failure, or None
-    if it succeeded. The result is identical on every rank. Collective."""
+    """Start saving a checkpoint in the background. With `wait`, wait for the save and return its failure, or
+    None if the save succeeded. The result is identical on every rank. Collective."""
     trainer.heartbeat.enter("save", state.step)
     checkpointer, comm = trainer.checkpointer, trainer.comm
     if wait and comm.broadcast(checkpointer.wait()) == state.step:

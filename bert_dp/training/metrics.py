@@ -36,7 +36,7 @@ class Timers:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the next step now, so that the time since the last step does not count."""
+        """Begin the next step now, so that the time since the end of the last step is not counted."""
         self._step_start, self._host_start = self.mark(), time.perf_counter()
 
     def count(self, name: str, begin: Mark) -> None:
@@ -85,7 +85,7 @@ def straggler(
     """Return the ratio of the slowest rank's compute time to the median of the others', and a description of
     the straggler: its rank, this ratio, and the seconds per step for which the others wait. Both are None if
     the ratio is undefined. The description is also None if the ratio or the number of steps is too small.
-    `compute_before_reduction_s`: seconds of each rank, summed over `steps` steps."""
+    `compute_before_reduction_s`: each rank's compute time in seconds, summed over `steps` steps."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
     slowest = max(compute_before_reduction_s)
@@ -144,7 +144,7 @@ class Meter:
         self.start(0.0)
 
     def start(self, wait_s: float) -> None:
-        """Start timing. `wait_s`: total seconds for which the stream has waited for data."""
+        """Start timing. `wait_s`: total seconds for which the host has waited for data."""
         self._start = time.perf_counter()
         self._paused_s = 0.0
         self._steps = self._samples = self._micro = 0
@@ -166,7 +166,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent in this block, such as an evaluation or a save, from step times."""
+        """Exclude the time spent in the `with` block, such as an evaluation or a save, from step times."""
         synchronize(self._device)
         start = time.perf_counter()
         yield
@@ -217,8 +217,8 @@ class Meter:
 
     def _gather(self, step: int, seconds: float) -> Tensor:
         """Gather seven values per rank [N, 7]: its share of the last step's loss, its peak memory in GiB and,
-        in seconds since the last line, its waits for data, each phase in TIMED and the total (`seconds`).
-        Also set `self.steps`."""
+        for the time since the last line, the seconds spent waiting for data, in each phase in TIMED and in
+        total (`seconds`). Also set `self.steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         self.steps = {
@@ -259,7 +259,7 @@ class Meter:
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
-    """Let DDP time every `every_steps`-th step after the first ten. On a GPU, a timed step costs a sync."""
+    """Make DDP time the first ten steps, then every `every_steps`-th. On a GPU, a timed step costs a sync."""
     if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
         model._set_ddp_runtime_logging_sample_rate(every_steps)
 
@@ -316,9 +316,9 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 
 
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
-    """Return the reason to fail if all steps were skipped or the budget allowed no step, else None."""
+    """Return why the run failed if all steps were skipped or the budget allowed no step, else None."""
     if not step and (unit := config.schedule.unit) in METERED:
-        return f"set-up and the reserve for the end use up schedule.{unit} before the first step; raise it"
+        return f"schedule.{unit} is too small for set-up, one step and the end of the run; raise it"
     if not step or skipped < step:
         return None
     return (

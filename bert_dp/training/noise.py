@@ -94,8 +94,8 @@ class NormPairs:
         self._begin()
 
     def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
-        """Return lines for noise.jsonl, one per size of the global batch, on the steps since the last drain
-        up to `step`. Omit skipped steps and those whose small batch is the global batch. Collective."""
+        """Return the steps since the last drain, up to `step`, as lines for noise.jsonl: one per size of the
+        global batch. Omit skipped steps and those whose small batch is the global batch. Collective."""
         ended, self._ended = self._ended, []
         if not ended:
             return []
@@ -149,7 +149,7 @@ def estimate(
         if mean <= T_999 * variance**0.5:
             reason = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
             return NoiseScale(steps=steps, verdict="inconclusive", reason=reason, **facts)
-    # a x^2 - 2 h x + c <= 0; a > 0 after the checks above
+    # the interval: all x with a x^2 - 2 h x + c <= 0; a > 0 after the checks above
     a, h, c = grad**2 - T_95**2 * var, grad * trace - T_95**2 * cov, trace**2 - T_95**2 * var_trace
     root = max(h**2 - a * c, 0.0) ** 0.5
     facts |= {"noise_scale": float(trace / grad), "interval": [float((h - root) / a), float((h + root) / a)]}

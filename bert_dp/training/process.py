@@ -1,7 +1,7 @@
-"""Set up a rank's world, signals and log before torch is imported; write heartbeat and records. Torch-free.
+"""Set up a rank's world, signals and log before torch is imported; write its heartbeat and records.
 
 The heartbeat is a memory-mapped file, which the launcher may read. The rank writes it without a system call
-and never waits for a reader.
+and never waits for a reader. Torch-free.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import FailureKind
 
-GC_THRESHOLD = 100_000  # new objects per collection; a block recomputed in backward leaves 7 (about 0.5 KB)
+GC_THRESHOLD = 100_000  # new objects per collection; each block recomputed in backward adds 7 (about 0.5 KB)
 
 
 class RunFailed(RuntimeError):
@@ -53,8 +53,8 @@ class Signals:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Delay automatic garbage collection in the block until there are GC_THRESHOLD new objects. Otherwise
-    each rank would pause at a different step, and the other ranks would wait for it. An explicit
+    """Delay automatic garbage collection in the `with` block until there are GC_THRESHOLD new objects.
+    Otherwise each rank would pause at a different step, and the other ranks would wait for it. An explicit
     gc.collect() still works, but ignores the objects that exist on entry."""
     before = gc.get_threshold()
     gc.collect()
@@ -99,7 +99,7 @@ class LogStream(io.TextIOWrapper):
 
 
 class Records:
-    """Record files in a run directory, to which lines are appended."""
+    """Writer that appends lines to the record files in a run directory."""
 
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
@@ -118,8 +118,8 @@ class Records:
 
 
 def redirect_output(rank: int) -> None:
-    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log if the variable is set; if the log
-    is not empty, add a separator line. Count failed writes. On SIGUSR2, append stacks to rank-N.stack."""
+    """Append this process's output to $BERT_DP_LOG_DIR/rank-N.log if the variable is set. Begin with a
+    separator line if the log is not empty. Count failed writes. On SIGUSR2, append stacks to rank-N.stack."""
     sys.stdout, sys.stderr = LogStream(1), LogStream(2)
     if folder := os.environ.get(files.LOG_DIR):
         try:
@@ -187,7 +187,7 @@ class HeartbeatWriter:
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Enter a phase (of files.PHASES) in optimizer step `step` (None = unchanged). Reset the count of
+        """Enter a phase (one of files.PHASES) in optimizer step `step` (None = unchanged). Reset the count of
         completed units of work, except between the phases of one step (files.IN_STEP)."""
         slots = self._slots
         if step is not None:
@@ -206,8 +206,8 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` when there has been no progress for
-        `after_s` seconds, and not again before there is progress."""
+        """Make the heartbeat's thread call `report(progress)` when there has been no progress for `after_s`
+        seconds. It calls `report` again only if progress has been made in the meantime."""
         self._silence = after_s, report
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(-1, files.BEAT_BYTES)
 
 
-# for each program that starts ranks: variables with rank, local rank, world size and local world size
+# for each program that starts ranks: its variables for rank, local rank, world size and local world size
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun, accelerate, deepspeed
     # Slurm: a batch script also has SLURM_PROCID and SLURM_NTASKS, but only srun sets SLURM_STEP_*
@@ -265,8 +265,8 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """Read the world from the first of _SCHEMES whose variables are set; if there is none, return a world of
-    one rank. Raises ConfigError if a variable is not an integer or a rank is outside the world."""
+    """Read the world from the first of _SCHEMES whose rank and world size are set; if there is none, return a
+    world of one rank. Raises ConfigError if a value is not an integer or is out of range."""
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
             continue
@@ -292,7 +292,7 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
     """Return the number of ranks on this node. Slurm's variable lists all nodes: 4(x2),1 means 4 ranks on
-    each of two nodes and 1 on the third. Raises ValueError for another format."""
+    each of two nodes and 1 on the third. Raises ValueError for any other format."""
     if name == "LOCAL_WORLD_SIZE":
         default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for this variable
     nodes: list[int] = []

@@ -12,7 +12,7 @@ from bert_dp.training.process import HeartbeatWriter
 
 
 class StepTrace:
-    """Profiler of the steps and ranks in `plan`. Does nothing without `plan`. Every rank has an instance."""
+    """Profiler of the steps and ranks in `plan`; None = do nothing. Every rank has an instance."""
 
     def __init__(
         self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter
@@ -36,7 +36,7 @@ class StepTrace:
         ends = self._first is not None and (step == plan.last or at_end)
         if not (begins or ends):
             return
-        self._heartbeat.enter("save", step)  # writing a trace of many operators can take long
+        self._heartbeat.enter("save", step)  # writing a trace of many operators can take a long time
         with meter.paused():
             if begins:
                 self._first = step + 1

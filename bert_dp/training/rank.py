@@ -30,12 +30,12 @@ from bert_dp.training.process import Signals, World
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
-SWITCH_S = 5e-4  # thread switch interval; Python's 5 ms delays prefetching threads when steps are short
+SWITCH_S = 5e-4  # thread switch interval; Python's default (5 ms) delays prefetching when steps are short
 EXIT_WAIT_S = 60.0  # maximum wait for a killed process to exit; a file server or a GPU may delay its exit
 
 
 def run_process() -> None:
-    """Run one rank in this process; exit with its code."""
+    """Run one rank in this process; exit with the code that `main` returns."""
     code = main(standalone=files.LAUNCHER_PID not in os.environ)
     if code:  # skip the shutdown of the process group, because peers may have exited
         sys.stdout.flush()
@@ -61,7 +61,7 @@ def main(
     process.redirect_output(world.rank)
     process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
-    with contextlib.ExitStack() as at_end:  # runs its callbacks only after an error has been recorded
+    with contextlib.ExitStack() as at_end:  # its callbacks run after any error has been recorded
         try:
             run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
@@ -116,7 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="YAML file with a complete configuration")
     parser.add_argument("--run-dir", type=Path, help="run directory; default: the YAML file's directory")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--allow-code", action="store_true", help="run files named by task and optim.name")
+    parser.add_argument("--allow-code", action="store_true", help="run the code named by task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="steps to profile; 10:13 means 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks to profile; default: 0")
     # passed by deepspeed
@@ -177,7 +177,7 @@ def run(
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
 
     def report(progress: int) -> None:
-        """Write logs/rank-N.collectives.json. `progress`: the current progress count of the heartbeat."""
+        """Write logs/rank-N.collectives.json. `progress`: current progress count in the heartbeat."""
         facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
         files.write_json(run_dir / "logs" / f"rank-{world.rank}.collectives.json", facts)
 
@@ -222,7 +222,7 @@ def run(
         failure = result.failure
     heartbeat.enter("done")
     trainer.stream.close()
-    with contextlib.suppress(RuntimeError):  # all files are written; a peer that has exited does no harm
+    with contextlib.suppress(RuntimeError):  # this rank's files are written; an exited peer does no harm
         comm.barrier()  # let no rank exit while another rank is saving
     distributed.disconnect()
     heartbeat.close()
@@ -231,9 +231,9 @@ def run(
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
-    """Lock the run directory until `until` closes. Raises ConfigError if another run has locked it. Under a
-    launcher, which holds RUN_LOCK itself, lock only .lock, and wait up to EXIT_WAIT_S for it. The wait is
-    needed because a rank 0 that the launcher has killed holds .lock until it has exited."""
+    """Lock the run directory; closing `until` releases the lock. Raises ConfigError if another run has locked
+    it. Under a launcher, which holds RUN_LOCK itself, lock only .lock, and wait up to EXIT_WAIT_S for it. The
+    wait is needed because a rank 0 that the launcher has killed holds .lock until it has exited."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):

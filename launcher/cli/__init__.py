@@ -1,1 +1,1 @@
-"""Define the verbs as functions. Their parameters become command-line options. `app` registers them."""
+"""Define the verbs as functions, which `app` registers. Their parameters become arguments and options."""

@@ -39,7 +39,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         broken = end.__context__ if isinstance(end, SystemExit) and end.code == 1 else end
         if not isinstance(broken, BrokenPipeError):
             raise
-        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may be unfinished
+        if not _has_no_reader(sys.stdout) or _has_no_reader(sys.stderr):  # the verb may not have finished
             print_error(f"error: {broken.strerror}")
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,7 +66,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         print_error(f"error: {path}{error.strerror or error}")
         return 2 if error.errno in BAD_PATH else 1
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's error for a wrong command line
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's error for a bad command line
             print_error(_usage_error(error))
             return int(error.exit_code)
         print_error(traceback.format_exc().rstrip())

@@ -31,7 +31,7 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse a list such as `1,2,4` or a range, which doubles up to its end: `1..6` means 1, 2, 4, 6."""
+    """Parse a list such as `1,2,4`, or a range whose values double up to its end: `1..6` means 1, 2, 4, 6."""
     problem = f"{text!r} is not a list (1,2,4) or range (1..1024) of numbers up to {MAX_GPUS:,}"
     if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
         raise BadParameter(problem)

@@ -93,7 +93,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
 
 
 def _no_run(setting: str, path: Path) -> Issue:
-    """Return the issue for a path that is not a run directory. The hint lists runs in that directory."""
+    """Return the issue for a `path` that is not a run directory. The hint lists runs inside `path`."""
     runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
     hint = f"choose a run in it: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
@@ -157,7 +157,7 @@ def checkpoints(
 
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Verify and describe a checkpoint. `problem`: None if it is intact. `losses`: step -> held-out loss."""
+    """Verify and describe a checkpoint (`problem`: None if it is intact). `losses`: step -> held-out loss."""
     from bert_dp.training import checkpoint
 
     facts, num_bytes = None, None

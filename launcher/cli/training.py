@@ -35,7 +35,7 @@ def train(
     dry_run: opt.DryRun = False,
     gpu: Annotated[
         str | None,
-        Option(help="With --dry-run: GPU type to assume, such as H100-SXM-80G; number: --nproc (auto: 1)."),
+        Option(help="With --dry-run: assume --nproc GPUs (auto: 1) of this type, such as H100-SXM-80G."),
     ] = None,
     force: opt.Force = False,
     allow_code: Annotated[
@@ -132,7 +132,7 @@ def finetune(
     """Train a classifier or regressor from a pretrained run.
 
     Uses the training loop of `train`: N ranks train the same model as one rank. The last line of the output
-    shows the scores. predictions.jsonl in the run directory holds the predictions for all splits but train.
+    shows the scores. predictions.jsonl in the run directory holds predictions for all but the train split.
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
@@ -254,7 +254,7 @@ def configs(
         config = load_config(path, ["data.path=shards", "run.init_from=null", "batch.micro_size=1"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
         if config.has_examples or hf_directory(read_yaml(path).get("run", {}).get("init_from")):
-            name = "same as source"  # the class of the run or hf:DIR that training starts from
+            name = "same as source"  # that is, the class of the model that training starts from
         typer.echo(f"{path.stem:<18} {name:<20} {summary}")
     for name, path in scripts.items():
         typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")

@@ -21,7 +21,7 @@ RECIPE = "distill.yaml"
 LSTM_SIZES = {"QQP": 300}  # hidden units by task in Tang et al. 2019; 150 for other tasks
 EMBEDDING_SIZE = 300  # size of the word2vec vectors in Tang et al. 2019
 DERIVED = ("distill.logits", "distill.embeddings")
-COPIES = {False: 20, True: 10}  # augmented copies per example; key: True for pairs of texts
+COPIES = {False: 20, True: 10}  # augmented copies per example; the key is True if examples are text pairs
 
 
 def load(
@@ -72,8 +72,8 @@ def load(
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
     """Return those levels of the student's configuration that do not depend on the examples. `student`:
-    `bilstm`, a pretrained run (the student starts from its weights), or a configuration (the student has its
-    model and random weights). Raise ConfigError if `student` or `embeddings` is unusable."""
+    `bilstm`, a pretrained run (source of the model and weights), or a configuration (source of the model;
+    the weights are random). Raise ConfigError if `student` or `embeddings` is unusable."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
     if student == "bilstm":
@@ -134,14 +134,14 @@ def label_issues(teacher: Config, manifest: ExamplesManifest) -> Iterator[Issue]
 
 def describe_transfer_set(teacher: Config | None, config: Config, manifest: ExamplesManifest) -> None:
     """Print the size of the transfer set and the cost of labelling it; warn if the student is larger than the
-    teacher. `teacher`: None if the logits are given; only the size is then printed."""
+    teacher. If the logits are given, `teacher` is None and only the size is printed."""
     train, length = manifest.splits[TRAIN], config.data.sequence_length
     counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them augmented copies"
     line = f"transfer set: {counts}, {format_count(train.tokens)} tokens"
     if teacher is None:
         print_error(line)
         return
-    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # / 3: forward pass only
+    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # the forward pass takes a third
     print_error(f"{line}; the teacher's forward passes take {flop / 1e12:.3g} TFLOP")
     student_size, teacher_size = (num_parameters(each.model, length) for each in (config, teacher))
     print_error(f"parameters: teacher {format_count(teacher_size)}, student {format_count(student_size)}")

@@ -23,7 +23,7 @@ def export(
     form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
     """Export a run to the new directory `out` and print a summary. Raise ConfigError if `run` is unusable."""
-    os.environ |= kernel_caches()  # otherwise torch stores kernels in a temporary directory
+    os.environ |= kernel_caches()  # otherwise torch stores compiled kernels in a temporary directory
     from bert_dp.exporting import source as write
     from bert_dp.measure.matmul_peak import use_all_cores
 
@@ -46,7 +46,7 @@ def export(
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
     """Compare an export with its run and show the result. Return 1 if the outputs or parameters disagree,
-    else 0. Raise ConfigError if either is unusable, and RunFailed if the exported model cannot be run."""
+    else 0. Raise ConfigError if the export or the run is unusable, and RunFailed if the export cannot run."""
     from bert_dp.exporting.check import check as compare
     from bert_dp.measure.matmul_peak import use_all_cores
 

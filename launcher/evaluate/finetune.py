@@ -31,7 +31,7 @@ class ExamplesSource(NamedTuple):
 
 
 def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
-    """Return the source of a GLUE task. `data`: folders or archives with GLUE's files."""
+    """Return the source of a GLUE task's examples. `data`: folders or archives with GLUE's files."""
     return ExamplesSource(task, ["--task", task, *(word for p in data for word in ("--data", str(p)))])
 
 
@@ -43,8 +43,8 @@ def source_of(
     dev_fraction: float | None = None,
 ) -> ExamplesSource:
     """Return the source that the options describe: a GLUE task, or the user's `files` (train, dev, test) with
-    `columns` (text, text-pair, label, kind). `dev_fraction`: fraction of train used as dev. Raise ConfigError
-    if options are missing or conflict."""
+    `columns` (text, text-pair, label, kind). `dev_fraction`: fraction of the training examples to use as
+    the dev set. Raise ConfigError if options are missing or conflict."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
     hint = "use --task and --data for a GLUE task, or --train and --dev for your own files"
     issues = []
@@ -78,7 +78,7 @@ def source_of(
 
 
 def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
-    """Return a job and a run directory for each seed. Several seeds use subdirectories of `run_dir`."""
+    """Return a job and a run directory for each seed: `run_dir` or, for several seeds, its subdirectories."""
     if seeds == 1:
         return [(base, run_dir)]
     folder = base.directory(run_dir, "runs")
@@ -91,7 +91,7 @@ def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.J
 
 
 def seeds_report(run_dirs: Sequence[Path]) -> Report:
-    """Return the report of runs that differ only in the seed: mean scores with 95 % intervals."""
+    """Return the report on runs that differ only in the seed: mean scores with 95 % intervals."""
     summaries = [results.read(path / "summary.json", Summary) for path in run_dirs]
     measured = [summary.heldout.scores or {} for summary in summaries if summary.heldout]
     rows = []
@@ -105,7 +105,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> Report:
 
 
 class Pretrained(NamedTuple):
-    """Pretrained run from which finetuning starts."""
+    """Pretrained or finetuned model from which finetuning or distillation starts."""
 
     run: Path  # run directory, checkpoint or hf:DIR, as given by the user
     checkpoint: Path
@@ -167,8 +167,8 @@ def configuration(
 ) -> Config:
     """Resolve the configuration of a finetuning run. Its levels, in order of increasing precedence, are the
     model and sequence length of the pretrained run, the recipe, the kind and labels of the data at `path`
-    (None = not yet prepared), and the overrides. `init_from`: run or checkpoint with the initial weights;
-    None = random weights. Raise ConfigError if the configuration is invalid."""
+    (None = not yet prepared), `init_from`, and the overrides. `init_from`: run or checkpoint with the initial
+    weights; None = random weights. Raise ConfigError if the configuration is invalid."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
@@ -187,8 +187,8 @@ def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:
-    """Prepare the examples, unless they are cached, and return their directory. A sampled dev set
-    depends on `seed`. Raise ConfigError if the examples are unusable."""
+    """Prepare the examples, unless they are cached, and return their directory. A dev set sampled from
+    the training examples depends on `seed`. Raise ConfigError if the examples are unusable."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--seed", str(seed), *source.options]  # a seed in source.options takes precedence
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
@@ -198,8 +198,8 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
     """Set the micro batch size to a replica's share of the global batch, unless `overrides` set the size.
 
     Keep the configured size if the share is not an integer. On a CPU, also keep it if it divides the share:
-    a micro batch is padded to its longest example and examples are sorted by length, so a smaller one needs
-    less padding (benchmarks/RESULTS.md). Examples are short, so the share fits in a GPU's memory.
+    a micro batch is padded to its longest example and examples are sorted by length, so a smaller micro
+    batch contains less padding (benchmarks/RESULTS.md). Examples are short, so the share fits in GPU memory.
     """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})

@@ -1,4 +1,4 @@
-"""`bert-dp eval glue`: finetune a run on GLUE tasks with several seeds and score it on the dev sets."""
+"""`bert-dp eval glue`: finetune a run on GLUE tasks with several seeds and compute dev scores."""
 
 import json
 import time
@@ -59,7 +59,7 @@ class GlueGrid(NamedTuple):
 def evaluate(
     run: Path, overrides: Sequence[str], options: GlueOptions, data: Sequence[Path], how: VerbOptions
 ) -> int:
-    """Run the evaluation and return its exit code. Before any trial, raise ConfigError on unusable input."""
+    """Evaluate a run; return the exit code. Raise ConfigError before any trial if the input is unusable."""
     start = finetune.find_pretrained(run)
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
@@ -109,9 +109,9 @@ def evaluate(
 def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
-    """Return the options with explicit tasks, and a reason for each task that lacks files. `missing`:
-    missing train and dev files of each GLUE task, in GLUE's order. Raise ConfigError if a requested task
-    cannot run or no task is left."""
+    """Return the options with their tasks filled in, and the reason why each task without files is omitted.
+    `missing`: the train and dev files that each GLUE task lacks, in GLUE's order. Raise ConfigError if a
+    requested task cannot run or no task is left."""
     tasks = options.tasks or [task for task, files in missing.items() if not files]
     issues = []
     for task in tasks:
@@ -142,7 +142,7 @@ def setting_issues(overrides: Sequence[str]) -> list[Issue]:
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
-    """Return the issues that prevent training. Only one task is checked, because all share the settings."""
+    """Return the issues that prevent training. Check only one task, because all tasks share the settings."""
     config = configure(grid, next(iter(grid.tasks.values())))
     issues = job.input_issues(config)
     try:
@@ -153,7 +153,7 @@ def trial_issues(grid: GlueGrid) -> list[Issue]:
 
 
 def configure(grid: GlueGrid, task: PreparedTask) -> Config:
-    """Return the finetuning configuration of a task. Raise ConfigError if it is invalid."""
+    """Return the finetuning configuration for a task. Raise ConfigError if it is invalid."""
     start = (grid.start, grid.overrides, grid.weights)
     config = finetune.configuration(*start, task.path, task.manifest, recipe=RECIPE)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
@@ -211,8 +211,8 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
 
 
 def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, list[GlueTrial]]) -> None:
-    """Run each task with each seed; add the results to `ended`. Raise Stopped after a stop signal."""
-    # most examples first within each seed, so that all devices finish at about the same time
+    """Finetune on each task with each seed; add the results to `ended`. Raise Stopped after a stop signal."""
+    # for each seed, start tasks with more examples first, so that all devices finish at about the same time
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     seeds = range(grid.base.run.seed, grid.base.run.seed + grid.options.seeds)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in seeds for task in tasks]

@@ -63,11 +63,11 @@ class GlueScore(StoredModel):
     metric: str
     seeds: list[float | None]  # score for each seed, in the order of the trials; null: the trial failed
     median: float | None
-    sd: float | None  # standard deviation over the seeds; null for one seed
-    majority: float | None  # score of always predicting train's most frequent or mean label; null: undefined
+    sd: float | None  # standard deviation over the seeds; null if fewer than two trials have a score
+    majority: float | None  # score of always predicting the training labels' mode or mean; null: undefined
     examples: int  # number of examples in the dev set
     truncated: int  # number of examples longer than the sequence length
-    in_train: int | None  # number of examples whose texts also occur in train
+    in_train: int | None  # number of examples whose texts also occur in the train split
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ def describe_start(start: Pretrained) -> GlueStart:
 
 
 def dev_splits(manifest: ExamplesManifest) -> list[str]:
-    """Return the splits to score: the dev sets, never test, even if it has labels."""
+    """Return the splits to score: the dev sets, but never the test set, even if it has labels."""
     return [name for name in manifest.splits if name.startswith("dev")]
 
 
@@ -126,7 +126,7 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
     names = [f"{split}/{metric}" for split in splits for metric in manifest.metrics]
     scores = {name: score for name in names if (score := known.get(name)) is not None}
     if missing := ", ".join(name for name in names if name not in scores):
-        # the summary has null for an undefined metric, and no entry if a logit is not finite
+        # the summary holds null for an undefined metric, and no entry if a logit is not finite
         undefined = all(name in known for name in names)
         reason = "undefined, as all predictions are equal" if undefined else "a logit is not finite"
         return result.model_copy(update={"status": "failed", "cause": f"no {missing}: {reason}"})
@@ -167,7 +167,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
     """Return the GLUE average and the tasks that lack scores. The average is None if any task lacks them."""
-    medians: list[float] = []  # nine, because MNLI has two dev sets
+    medians: list[float] = []  # nine medians, because MNLI has two dev sets
     lacking = []
     for name in AVERAGED:
         metric = AVERAGED_METRICS.get(name, "accuracy")
@@ -263,7 +263,7 @@ def _verdicts(glue: Glue) -> list[page.Verdict]:
 
 
 def compare_report(folders: Sequence[Path]) -> page.Report:
-    """Build the report that compares evaluations with the first of them. Raise ConfigError if they have no
+    """Build the report that compares each evaluation with the first one. Raise ConfigError if they have no
     task in common or if their data differ."""
     evaluations = [results.read(folder / FILE, Glue) for folder in folders]
     by_name = [{task.task: task for task in glue.tasks} for glue in evaluations]

@@ -79,7 +79,7 @@ def evaluate(
 
 
 def comparison(losses: Sequence[TextLoss]) -> Report:
-    """Return the report of several runs on the same text, fewest bits per byte first."""
+    """Return a report that compares runs on the same text, sorted by ascending bits per byte."""
     from bert_dp.evaluation.text_loss import difference
 
     def bits(loss: TextLoss) -> float:
@@ -109,7 +109,7 @@ def comparison(losses: Sequence[TextLoss]) -> Report:
 
 
 def text_report(loss: TextLoss) -> Report:
-    """Return the report of the losses of one run, each with its denominator."""
+    """Return a report on one run that shows each loss with its denominator."""
     predicted, hidden = loss.predicted, loss.hidden
     share = f"mean over {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all tokens"
     facts = [

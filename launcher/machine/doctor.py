@@ -62,7 +62,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
 
 def _finding(good: bool, message: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
-    """Return a finding: `ok` if `good`, else `level` with the consequence and the fix."""
+    """Return a finding with level ok if `good`, otherwise with `level`, the consequence and the fix."""
     return Finding("ok", message) if good else Finding(level, message, consequence, fix)
 
 
@@ -70,7 +70,7 @@ def diagnose(env: Environment) -> list[Finding]:
     """Derive findings from `env`, without further measurements."""
     torch, gpus = env.versions.get("torch"), len(env.gpus)
     build = "CPU" if "+cpu" in (torch or "") else "GPU"
-    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks a MIG instance
+    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # names of MIG instances end in "(MIG)"
     present = env.gpus_present
     visible = f"{gpus} of {present} visible{names}" if present else "none; ranks use the CPU"
     absent = "selects no GPU of this machine" if env.names_absent_gpus else "leaves the other GPUs idle"
@@ -107,7 +107,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
             f"shared memory (/dev/shm): {format_gib(env.shm_gib)}",
-            "between the GPUs of a node, NCCL may not start, or may fail with a bus error",
+            "NCCL may fail to connect the GPUs of a node, or may crash with a bus error",
             "start the container with --shm-size=8g or --ipc=host",
         ),
         _finding(
@@ -188,7 +188,7 @@ def loopback() -> Finding:
 def checkpoint(
     target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
 ) -> Finding:
-    """Measure how long `module` takes to write, verify and load a checkpoint in `target` (see `existing`)."""
+    """Measure how long `module` takes to write, verify and load a checkpoint in `existing(target)`."""
     consequence = "a run fails, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir, or check free space, permissions and disk errors (dmesg)"
     try:
@@ -230,7 +230,7 @@ def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
 
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
-    """Run `python -m module`. Return (last JSON object that it prints, ""), or (None, error) without one."""
+    """Run `python -m module`. Return (last JSON object printed, ""), or (None, error) if none was printed."""
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
     return (json.loads(lines[-1]), "") if lines else (None, error or "it printed no result")

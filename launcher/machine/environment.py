@@ -77,7 +77,7 @@ class Environment:
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
-    max_processes: int | None  # lower limit of user and control group; threads count too; None = no limit
+    max_processes: int | None  # lowest limit of control groups and user; threads count too; None = no limit
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
     gpus_present: int  # GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES
@@ -94,17 +94,17 @@ class Environment:
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Return True if CUDA_VISIBLE_DEVICES names GPUs, none of them usable. "" and "-1" name no GPU."""
+        """Return True if CUDA_VISIBLE_DEVICES names only unusable GPUs. "" and "-1" name no GPU."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
     def usable_memory_gib(self) -> float:
-        """Return the GiB available to a run: free memory, capped by the control group's limit."""
+        """Return the GiB available to a run: free memory, capped at the control group's limit."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
-        """Return the GiB of memory available to a rank (None if unknown) and a text that names the source. On
-        GPUs, the GPU with the least free memory decides; otherwise ranks share usable host memory equally."""
+        """Return a rank's available memory in GiB (None if unknown) and a text that describes this memory. On
+        GPUs, it is the least free memory of any rank's GPU; on CPUs, an equal share of usable host memory."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"host memory, shared by {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
@@ -289,7 +289,7 @@ def read_text(path: Path) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of proc_pid_stat(5) from the third, the state, onwards; [] if the process is gone."""
+    """Return the fields of proc_pid_stat(5) from the third (state) onwards, or [] if the process is gone."""
     return read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 

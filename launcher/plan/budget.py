@@ -111,7 +111,7 @@ class Costs:
     pue: float = 1.0  # data-center power / power of the machines
     grams_per_kwh: float | None = None
     notes: Mapping[str, tuple[Origin, str]] = dataclasses.field(default_factory=dict)
-    """Origin and source of `dollars`, `kwh` and `co2_kg`."""
+    """Origin and source of each known cost: `dollars`, `kwh` or `co2_kg`."""
 
     @property
     def per_hour(self) -> dict[str, float | None]:
@@ -292,7 +292,7 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size; add its learning rate and micro batch to the plan."""
+    """Return the configuration for the chosen size; add its learning rate and micro batch to the plan."""
     shape = plan.models[0].model_dump(include=SHAPE)
     config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
     rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
@@ -405,7 +405,7 @@ def make_plan(
 
 
 def family(base: Config, aspect: float = DEEP) -> list[Config]:
-    """Return copies of `base` with models of ascending width and a width / layers ratio close to `aspect`."""
+    """Return copies of `base` with models of ascending width, each with width / layers close to `aspect`."""
     ratio = base.model.intermediate_size / base.model.hidden_size
     family = []
     for width in WIDTHS:
@@ -433,9 +433,9 @@ def solve_above_tip(sizes: Sequence[float], hours_of: Sequence[float], hours: fl
     """Return the size whose optimal training takes `hours`.
 
     `sizes` are ascending. `hours_of` gives the hours that the optimal training of each size takes; values in
-    between are interpolated in log-log space. The curve is U-shaped, because very small models use the device
-    inefficiently; the result is on its rising branch. If there is no such size, raises ValueError with the
-    feasible hours that are closest to `hours`.
+    between are interpolated in log-log space. The curve of hours over size is U-shaped, because very small
+    models use the device inefficiently; the result is on its rising branch. If there is no such size, raises
+    ValueError with the feasible hours that are closest to `hours`.
     """
     least, most = min(hours_of), hours_of[-1]
     if not least <= hours <= most:
@@ -533,7 +533,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
-    """Return a report: the figures, and the models or, if none is chosen, sizes from published laws."""
+    """Return a report with the figures and the models or, if none is chosen, sizes from published laws."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()

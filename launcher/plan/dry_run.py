@@ -47,8 +47,8 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
 
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
-    """Return the predicted tokens/s on `ranks` GPUs of this machine and the factor of its 95 % interval, or
-    None if there is no GPU, or if the GPU or its peak in this precision is unknown."""
+    """Return the predicted tokens/s on `ranks` GPUs of this machine and the factor of the 95 % interval, or
+    None if no GPU is used, or if the GPU or its peak in this precision is unknown."""
     config = job.config
     precision = "bf16" if config.precision == "auto" else config.precision
     nearest = [
@@ -65,7 +65,7 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
 
 
 def print_speed(job: Job, gpu: str, console: Console, nodes: int) -> None:
-    """Print the predicted micro batch, speed, and training time or token count of a job from `on_gpus`."""
+    """Print the predicted micro batch, speed, and training time or token count of a job made by `on_gpus`."""
     config, count = job.config, job.gpus
     if nodes > 1:
         text = "speed   not predicted for several nodes; use `bert-dp plan scaling --gpu NAME --inter LINK`"

@@ -71,7 +71,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
 
 
 def read_table(path: Path) -> list[CompletedRun]:
-    """Read runs from a CSV file with the columns COLUMNS (`tokens` is optional). Raises ConfigError."""
+    """Read runs from a CSV file with COLUMNS (`tokens` is optional). Raises ConfigError if it is invalid."""
     with refusing("--table", str(path)):
         text = read_regular(path, files.MAX_JSON_BYTES).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))

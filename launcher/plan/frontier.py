@@ -71,9 +71,9 @@ class LossLaw:
 
 
 class Frontier(StoredFile):
-    """Contents of frontier.json: completed runs, the law fitted to them, resampled fits, common settings."""
+    """Contents of frontier.json: runs, the law fitted to them, fits to resampled runs, common settings."""
 
-    model_config = ConfigDict(strict=False)  # a strict model rejects the JSON of a dataclass
+    model_config = ConfigDict(strict=False)  # in strict mode, pydantic accepts no dict for a dataclass
     hint: ClassVar[str] = "rewrite it with `bert-dp plan fit`"
     schema_version: Literal[1] = 1
     law: LossLaw
@@ -81,13 +81,13 @@ class Frontier(StoredFile):
     draws: list[LossLaw] = Field(min_length=2)
     """Laws fitted to runs resampled within budgets. Budgets are resampled too if there are six or more."""
     left_out: list[LossLaw] = Field(min_length=2)  # for each budget, the law fitted without its runs
-    others: list[LossLaw] = []  # other local minima that fit nearly as well
+    others: list[LossLaw] = []  # laws at other local minima, which fit nearly as well
     exponent: float | None = None
     exponent_ci95: Interval | None = None
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
-    """Factor between the best sizes from the law and from parabolas; median over budgets not in `outside`."""
+    """Median factor between the best sizes from the law and from parabolas, over budgets not in `outside`."""
     outside: list[float] = []  # budgets for which the sizes of the runs do not enclose a minimum
     mask_rate: float | None = None
     sequence_length: int | None = None
@@ -121,7 +121,7 @@ class Frontier(StoredFile):
     def estimate(self, value: Callable[[LossLaw], float]) -> tuple[float, tuple[float, float]]:
         """Apply `value` to the law; return the result and its 95 % interval.
 
-        The variance is the sum of the variance over resampled fits and the jackknife variance over budgets.
+        The variance is the sum of the variance over `draws` and the jackknife variance over budgets.
         The interval assumes a normal distribution, so `value` should return ln(size) rather than a size.
         """
         middle = value(self.law)

@@ -3,8 +3,8 @@
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
 benchmarks/gpu_speed.py fits the constants to published measurements of single GPUs. The constants are share,
-TOKENS, and the memory traffic and launch time of each framework. hardware.yaml lists them under `gpu_speed`,
-with the spread of the estimate's errors.
+TOKENS, the optimizer's memory traffic, and each framework's memory traffic and launch time. hardware.yaml
+lists them under `gpu_speed`, with the spread of the estimate's errors.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from launcher.plan.scaling import ENGINES, estimated_profile
 from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, interpolate, predict
 from launcher.scale.models import PredictedRow, Scaling, StepProfile
 
-FRAMEWORK = "compiled"  # the framework whose constants apply: torch.compile
+FRAMEWORK = "compiled"  # by default, the constants for torch.compile apply
 PASSES, ATTENTION_PASSES = 60, 24  # values moved per token and layer: 60 x width + 24 x heads x length
 MEMORY_SHARE = 0.9  # share of device memory that a micro batch may fill
 MIN_SPREAD = 0.05  # minimum half-width of the 95 % interval of ln(measured rate)
@@ -44,14 +44,14 @@ class GpuStep(NamedTuple):
 
 
 def peak_of(gpu: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a GPU listed in hardware.yaml, or None if unknown in this precision."""
+    """Return the peak FLOP/s of a GPU listed in hardware.yaml, or None if unknown for this precision."""
     return peak_flops(hardware()["gpus"][gpu]["device"], precision)
 
 
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds per micro batch and per optimizer step. `constants` replace hardware.yaml's."""
+    """Estimate the seconds of a micro batch and an optimizer update. `constants` replace hardware.yaml's."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")
@@ -71,7 +71,7 @@ def estimate(
 
 
 class Rate(NamedTuple):
-    """Tokens/s of all devices; the 95 % interval is tokens_per_s / factor to tokens_per_s x factor."""
+    """Tokens/s of all devices. Dividing and multiplying by `factor` gives the ends of the 95 % interval."""
 
     tokens_per_s: float
     factor: float
@@ -100,7 +100,7 @@ def memory_gib(gpu: str) -> float:
 
 
 def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
-    """Return the rates of `configs`, which ascend in size, up to the last one that fits the device."""
+    """Return the rates of `configs`, which ascend in size, up to the largest that fits the device."""
     rates = []
     with contextlib.suppress(ConfigError):
         for config in configs:
@@ -200,8 +200,8 @@ def measured_rate(parameters: float, rates: Mapping[float, float], source: str) 
     """Estimate the tokens/s of a model size by log-log interpolation. `rates`: parameters -> tokens/s.
 
     The half-width of the 95 % interval of ln(tokens/s) is twice the leave-one-out RMS error over the inner
-    sizes, but at least 0.05. Sizes outside the measured range are extrapolated from the nearest two, and the
-    half-width is multiplied by 1 + |ln(parameters / nearest size)|.
+    sizes, but at least 0.05. Outside the measured range, the tokens/s are extrapolated from the two nearest
+    sizes, and the half-width is multiplied by 1 + |ln(parameters / nearest size)|.
     """
     sizes = sorted(rates)
     others = ((size, {k: v for k, v in rates.items() if k != size}) for size in sizes[1:-1])

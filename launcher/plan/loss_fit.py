@@ -22,7 +22,7 @@ EXPONENTS = np.geomspace(0.03, 2.0, 36)
 REWEIGHTINGS = 8
 BASINS = 3  # L-BFGS refines this many of the local minima on the grid of exponents
 SECOND_BASIN = 1.10  # minima up to this multiple of the lowest summed Huber loss are reported
-DRAWS = 100  # number of resampled fits
+DRAWS = 100  # number of fits to resampled runs
 MANY_BUDGETS = 6  # if there are at least this many budgets, they are resampled too
 
 
@@ -73,7 +73,7 @@ def _minima(logs: Floats, flops: float) -> list[LossLaw]:
 def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
     """Return E, A, B >= 0 [pairs, 3] and the summed Huber losses [pairs] for the exponents a, b [pairs]."""
     means = logs[:2].mean(axis=1)
-    n, d = logs[:2] - means[:, None]  # centre the logarithms, so that the columns are near 1
+    n, d = logs[:2] - means[:, None]  # centre the logarithms, so that the values in `columns` are near 1
     loss = np.exp(logs[2])
     columns = np.stack([np.ones((len(a), len(n))), np.exp(-a[:, None] * n), np.exp(-b[:, None] * d)], axis=-1)
     # with weights psi(r) / r / L^2, least squares minimises the Huber loss of r = ln(fit / loss)
@@ -103,7 +103,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Find the five constants that minimise summed Huber loss / HUBER^2; return the minimum and the law."""
+    """Find the five constants that minimise summed Huber loss / HUBER^2; return the minimum and its law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]
@@ -114,7 +114,7 @@ def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]
         shares = np.exp(terms - fitted)
         slope = np.clip(fitted - loss, -HUBER, HUBER)
         gradient = np.concatenate([shares @ slope, -(shares[1:] * sizes) @ slope])
-        # not the mean, whose gradients are so small that the search stops early (arXiv 2404.10102)
+        # the sum, not the mean, whose gradients are so small that the search stops early (arXiv 2404.10102)
         return float(_huber(fitted - loss).sum()) / HUBER**2, gradient / HUBER**2
 
     exponents = np.array([start.a, start.b])

@@ -24,8 +24,8 @@ def planner_data(
     pue: float = 1.0,
     grams_per_kwh: float | None = None,
 ) -> dict[str, Any]:
-    """Return the input of the page: sizes, tokens/s of each size by GPU and number of GPUs, prices, and the
-    law with its resampled fits. `configs`: one configuration per size, in ascending order."""
+    """Return the input of the page: sizes, tokens/s for each size by GPU and number of GPUs, prices, and the
+    law with the fits to resampled runs. `configs`: one configuration per size, in ascending order."""
     devices = {}
     for name, row in hardware()["gpus"].items():
         if peak_of(name, PRECISION) is None:
@@ -57,7 +57,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page for `data` from `planner_data`. `unit` and later parameters fill the input fields."""
+    """Render the page. `data`: see planner_data. `unit` and the parameters after it fill the input fields."""
     devices = data["devices"]
     gpu = gpu if gpu in devices else next(iter(devices))
     state = {

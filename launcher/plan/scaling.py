@@ -24,10 +24,10 @@ from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
 GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds of links within and between nodes
-BOUNDS = ("no stragglers", "perfect overlap")  # no setting achieves these; their gain is an upper bound
-ADAM_BYTES = 28  # bytes per parameter: reads p, g, m, v and writes p, m, v in fp32
+BOUNDS = ("no stragglers", "perfect overlap")  # ideals that no setting achieves; their gain is an upper bound
+ADAM_BYTES = 28  # bytes per parameter: AdamW reads p, g, m, v and writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
-BACKWARD = 2 / 3  # share of a micro batch's time: each forward matmul causes two backward ones
+BACKWARD = 2 / 3  # share of a micro batch's time: the backward pass has two matmuls for each forward one
 SOURCE_HINT = (
     "pass scaling.json from `bert-dp scale`, or --model with --seq-per-s and --micro (`bert-dp train CONFIG "
     "--dry-run --gpu NAME` estimates tokens/s; divide by data.sequence_length for sequences/s)"
@@ -90,14 +90,14 @@ class PlanSource:
     peak_flops: float | None = None
 
     def slowdown(self, ranks: int) -> float:
-        """Return the slowdown measured with this number of ranks or the next smaller one, else 1."""
+        """Return the slowdown at the largest measured number of ranks <= `ranks`, or 1 if there is none."""
         smaller = [count for count in self.slowdowns if count <= ranks]
         return self.slowdowns[max(smaller)] if smaller else 1.0
 
 
 def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
     """Predict a row for each accumulation, tensor size and number of GPUs, and compare the measured cells
-    with their predictions. Raises ConfigError with all issues."""
+    with their predictions. Raises ConfigError if the options are invalid."""
     if issues := _option_issues(source, spec):
         raise ConfigError(issues)
     rows = [
@@ -225,7 +225,7 @@ def _is_cpu(device: str) -> bool:
 
 
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    """Return an issue for each unknown value and for each conflict between options or with the source."""
+    """Check that required options are given, and that values are known and fit each other and the source."""
     links = hardware()["links"]
     if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
@@ -249,7 +249,7 @@ def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> l
     if value is None or value in names:
         return []
     close = [name for name in names if name.lower().startswith(value.lower())]
-    kinds = {name.partition("-")[0].lower() for name in names}  # H100 is the kind of H100-SXM-80G
+    kinds = {name.partition("-")[0].lower() for name in names}  # e.g. h100 from H100-SXM-80G
     for kind in [] if close else difflib.get_close_matches(value.lower(), kinds, n=1, cutoff=0.4):
         close = [name for name in names if name.lower().startswith(kind)]
     hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(names)}"
@@ -320,7 +320,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"slowdown of N ranks: 1 / ceiling efficiency ({counts}; more ranks: the last factor)")
     curves = {
-        # sorted, so that the dict keeps the longest of several times at one size
+        # sorted, so that the dict keeps the longest of several times measured for one size
         each.world_size: AllReduceCurve(
             each.world_size, dict(sorted((float(point.bytes), point.seconds) for point in each.points))
         )
@@ -351,7 +351,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
 def source_of_rate(
     model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None
 ) -> PlanSource:
-    """Estimate a source from a model's layers and one rank's sequences per second. Raises ConfigError."""
+    """Derive a source from a model's layers and one rank's sequences per second. Raises ConfigError."""
     gpus = hardware()["gpus"]
     if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
@@ -384,7 +384,7 @@ def estimated_profile(
     micro_s: float,
     optimizer_s: float,
 ) -> StepProfile:
-    """Estimate the profile of a rank from its times. The gradients are derived from the layers."""
+    """Estimate a rank's profile from its times. The layers determine the gradients' sizes and ready times."""
     parameters = num_parameters(model, sequence_length)
     return StepProfile(
         device=device,
@@ -400,7 +400,7 @@ def estimated_profile(
 
 
 def load_named(option: str, name: str) -> Config:
-    """Load the configuration whose name or path is given to an option. Raises ConfigError."""
+    """Load a configuration by name or path. Raises ConfigError, whose issues name `option`."""
     try:
         return load_config(find_config(name))
     except ConfigError as error:

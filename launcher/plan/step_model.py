@@ -2,8 +2,8 @@
 
     step = (accumulation x micro batch + optimizer) x factor of the slowest rank + exposed communication
 
-The functions are pure; units are seconds and bytes. docs/definitions.md lists every equation. The model
-covers the messages that `bert_dp/parallel` sends. hardware.yaml lists GPUs, links, latencies and constants.
+The functions are pure, with times in seconds and sizes in bytes. docs/definitions.md lists the equations,
+which cover the messages sent by `bert_dp/parallel`. hardware.yaml lists GPUs, links, latencies and constants.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # default bucket sizes of torch's DDP
-PLATEAU = 1.9  # latency factor of multi-node rings for large messages with protocol Simple (NCCL tuning.cc)
+PLATEAU = 1.9  # latency factor for large messages in multi-node rings with NCCL's Simple protocol (tuning.cc)
 TREE_SHARE = 0.9  # bandwidth of a tree / bandwidth of a ring (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # all-reduces of activations per block: two forward, two backward (arXiv 1909.08053)
 ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # bytes per value; 4 in other precisions
@@ -53,7 +53,7 @@ class LinkSpec:
     gpus_gb_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def bus_gb_s(self, count: int) -> float:
-        """Return the bus bandwidth, GB/s, of a large all-reduce over `count` GPUs or nodes."""
+        """Return the bus bandwidth of a large all-reduce over `count` GPUs or nodes, in GB/s."""
         measured = [n for n in self.gpus_gb_s if n <= count]
         return (self.gpus_gb_s[max(measured)] if measured else self.gb_s) * self.reach
 
@@ -92,7 +92,7 @@ def interpolate(x: float, points: Mapping[float, float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class AllReduceCurve:
-    """Measured times of all-reduces over `ranks` ranks; `points` maps their bytes to seconds."""
+    """Measured times of all-reduces over `ranks` ranks; `points` maps sizes in bytes to seconds."""
 
     ranks: int
     points: Mapping[float, float]
@@ -128,7 +128,7 @@ class Fabric:
         return math.ceil(ranks / self.gpus_per_node)
 
     def bus_gb_s(self, ranks: int) -> float:
-        """Return the bus bandwidth of a large all-reduce, GB/s."""
+        """Return the bus bandwidth of a large all-reduce, in GB/s."""
         rates = [self.intra.bus_gb_s(min(ranks, self.gpus_per_node))] if self.intra else []
         if self.nodes(ranks) > 1 and self.inter:
             rates.append(self.inter.bus_gb_s(self.nodes(ranks)) * self.nics)
@@ -143,7 +143,7 @@ class Fabric:
     def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
         """Return the seconds that a collective of `size` bytes per rank takes.
 
-        Ranks of one node use `curve`, if set. Otherwise the fastest protocol and algorithm apply. "rooted" is
+        Ranks in one node use `curve`, if set. Otherwise the fastest protocol and algorithm apply. "rooted" is
         a reduce to one rank or a broadcast from one rank along a chain that sends each byte once per hop.
         """
         if ranks <= 1 or size <= 0:
@@ -168,7 +168,7 @@ class Fabric:
         return min(times)
 
     def protocols(self, ranks: int) -> list[tuple[ProtocolSpec, ProtocolSpec]]:
-        """Return the specs of each protocol that both links support, as (within a node, between nodes)."""
+        """Return the specs (within a node, between nodes) of each protocol that both link kinds support."""
         outer = self.inter if self.nodes(ranks) > 1 else self.intra
         inner = self.intra or outer
         assert inner is not None
@@ -191,9 +191,9 @@ class Scenario:
     bucket_bytes: float = BUCKET
     first_bucket: float | None = FIRST_BUCKET
     sent_bytes: float = math.inf  # maximum bytes sent per gradient element
-    overlap: bool = True  # True: reduce during the backward pass; False: reduce all in one bucket after it
+    overlap: bool = True  # True: reduce during the backward pass; False: reduce a single bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
-    """Communication time that overlap hides / time that ideal overlap would hide."""
+    """Communication time that overlap hides, relative to the time that ideal overlap would hide."""
 
     @property
     def replicas(self) -> int:
@@ -210,7 +210,7 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
     exposed = exposed_s(profile, scenario)
     step = compute + optimizer + straggler + exposed
     batch = scenario.replicas * a * profile.micro_batch
-    alone = a * profile.micro_batch / (a * profile.micro_s + profile.optimizer_s)  # samples/s of one rank
+    alone = a * profile.micro_batch / (a * profile.micro_s + profile.optimizer_s)  # sequences/s of one rank
     efficiency = batch / step / (n * alone)
     return PredictedRow(
         world_size=n,
@@ -229,12 +229,12 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
 
 
 def slowest(ranks: int, spread: float) -> float:
-    """Return the expected maximum of `ranks` normally distributed step times / their mean (Blom 1958)."""
+    """Return the expected maximum of `ranks` normally distributed step times with mean 1 (Blom 1958)."""
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
-    """Return the profile as if a micro batch took `micro_s` seconds. `micro_batch`: its new size, if any."""
+    """Return the profile as if a micro batch took `micro_s` seconds. `micro_batch`: new size, if changed."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
@@ -345,7 +345,7 @@ def outlast(
 def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the exposed seconds of FSDP, which gathers weights one block ahead and scatters gradients."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-    blocks = profile.num_layers + 1  # including the embedding
+    blocks = profile.num_layers + 1  # the embedding counts as a block
     gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")
     scatter = fabric.seconds(profile.size / t / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks

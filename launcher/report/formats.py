@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units that follow the SI prefix directly; others follow a space
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units written without a space after the SI prefix
 HUGE = 1e300  # quotients of numbers above this, or below its inverse, may overflow
 
 
@@ -20,7 +20,7 @@ def number(value: object) -> float | None:
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Format a number with three significant digits and an SI prefix (k to Z): `45.2 k tokens/s`, `21 MJ`."""
+    """Round to three significant digits and add an SI prefix (k to Z): `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
@@ -74,7 +74,7 @@ def format_duration(seconds: float) -> str:
 
 @_known
 def format_step_time(seconds: float) -> str:
-    """Format a step time in seconds with three significant digits: `12.3 ms`, `1.23 s`."""
+    """Format a step time, given in seconds, with three significant digits: `12.3 ms`, `1.23 s`."""
     if seconds == 0:
         return "0 s"
     scaled, unit = (1000 * seconds, "ms") if abs(seconds) < 0.9995 else (seconds, "s")

@@ -48,7 +48,7 @@ def render(template: str, script: str, library: str = "", **values: Any) -> str:
     page: str = _template(template).render(
         policy=policy, start=START, style=_read("page.css"), script=own, **values
     )
-    # Jinja would copy the library (10 MB) once more. It escapes "<", so only the template has "<library>"
+    # Jinja would copy the library (10 MB). It escapes "<" in text, so only the template contains "<library>"
     return page.replace("<library>", library)
 
 
@@ -69,7 +69,7 @@ def write_or_warn(report: Report, out: Path) -> bool:
 
 
 def page_issues(option: str, path: Path) -> list[Issue]:
-    """Return an issue if `path` exists and is neither a bert-dp page nor an empty file."""
+    """Check that `path` may be overwritten: it is absent, an empty file or a bert-dp page."""
     if not path.exists():
         return []
     if path.is_file():

@@ -1,6 +1,6 @@
-"""Define the parts of a report, and print reports on the console; html.py renders them as pages.
+"""Define the parts of a report, and print reports on the console. html.py renders reports as pages.
 
-Most tables have a row for each part of a result, e.g. each run, and a column for each quantity.
+Most tables have a row for each part of a result, e.g. for each run, and a column for each quantity.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class TableRow:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Labelled rows. Without column heads, a row consists of a label and one value."""
+    """A table of labelled rows. If `columns` is empty, a row consists of a label and one value."""
 
     rows: Sequence[TableRow]
     columns: Sequence[str] = ()  # column heads
     title: str = ""
-    corner: str = ""  # head of the column of labels
+    corner: str = ""  # head of the label column
     empty: str = "none"  # text shown if there are no rows
 
 
@@ -74,7 +74,7 @@ class Axis:
     log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
-    """Tick positions, e.g. the measured numbers of ranks. If empty, plotly chooses round numbers."""
+    """Tick positions, e.g. the measured rank counts. If empty, plotly chooses round numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One segment of the stacked bar in each row of a figure."""
+    """A named series of bar segments: one in the stacked bar of each row of a figure."""
 
     label: str
     parts: Sequence[float | None]
@@ -132,7 +132,7 @@ class Figure:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if there are no measured values. Dotted lines do not count."""
+        """Return True if the figure shows no measured values. Dotted lines contain only unmeasured values."""
         return not any(t.values for t in self.traces if not (isinstance(t, Line) and t.style == "dotted"))
 
 
@@ -176,7 +176,7 @@ def words(label: str, text: str | None, note: str = "", *, console: bool = True)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """Split points into x and y. Omit points whose x is not a number; a y that is not one becomes None."""
+    """Split points into x and y. Omit points with a non-numeric x; replace a non-numeric y with None."""
     kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
@@ -187,7 +187,7 @@ def first_line(text: object) -> str:
 
 
 def record(title: str, content: Mapping[str, Any]) -> ReportSection:
-    """Return a collapsed section that shows `content` as YAML. The console omits it."""
+    """Return a collapsed section that shows `content` as YAML. The section appears only on the page."""
     text = yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
     return ReportSection(title, text=text, folded=True, console=False)
 
@@ -215,7 +215,7 @@ def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
 
 
 def status_verdicts(result: Measurement) -> list[Verdict]:
-    """Return one verdict if the measurement failed or is partial, else []."""
+    """Return one verdict if the measurement failed or is partial, otherwise an empty list."""
     if result.status == "failed":
         return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
@@ -239,7 +239,7 @@ class Quantity:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio(Quantity):
-    """A ratio with the path of its interval. It is shown as `not measurable` if the interval is too wide."""
+    """A ratio and the path of its interval. If the interval is too wide, `not measurable` is shown."""
 
     interval: str = ""
 
@@ -251,7 +251,7 @@ class Ratio(Quantity):
         return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
 
     def number(self, part: object) -> float | None:
-        """Return the value; None if the ratio is not measurable."""
+        """Return the value, or None if the ratio is not measurable."""
         return number(self.of(part))
 
     def text(self, part: object) -> str:
@@ -265,7 +265,7 @@ class Ratio(Quantity):
 def at(part: object, path: str) -> Any:
     """Look up a dotted path of fields, keys and interval ends, e.g. `step_time_s.ci95.low`.
 
-    Return None if a value on the path is None. For the lists at `repeats` and `runs`, return the length.
+    Return None if a value on the path is None. If a list is at path `repeats` or `runs`, return its length.
     """
     for key in path.split("."):
         if part is None:
@@ -327,7 +327,7 @@ def show_end(console: Console, report: Report, page: Path | None) -> None:
 
 
 def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[RenderableType]:
-    """Yield the title if `titled`, then the tables and notes of all sections, then the verdicts."""
+    """Yield the title (if `titled`), the tables and notes of the console's sections, and the verdicts."""
     from rich.text import Text
 
     if titled:
@@ -351,7 +351,7 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 
 
 def _tables(table: Table, console: Console) -> list[RichTable]:
-    """Render a table. If it is too wide, split its columns over several tables that repeat the labels."""
+    """Render a table. If it is too wide, split its columns across several tables that repeat the labels."""
     from rich.measure import Measurement
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Read the files of a run, even of one that crashed. Tolerate missing, truncated and damaged files."""
+"""Read the files of a run, even if the run crashed. Tolerate missing, truncated and damaged files."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.formats import number
 
-WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # wall time is their sum; `train` has TRAIN_PARTS
+WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # sum to the wall time; `train` covers TRAIN_PARTS
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
-NUM_STRETCHES = 500  # a long log is split into this many parts; at most five lines of each are kept
+NUM_STRETCHES = 500  # a long log is split into about this many parts; at most five lines of each are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def load(run_dir: Path) -> RunFiles:
 
 
 def list_runs(directory: Path) -> list[dict[str, Any]]:
-    """Return a flat record of each run in a directory, most recently changed first. A record contains the
+    """Return a flat record for each run in a directory, most recently changed first. A record contains the
     run's progress, then its settings. `age_s`: seconds since the run last changed one of its files."""
     rows = []
     for path in (file.parent for file in directory.glob("*/config.yaml")):
@@ -148,7 +148,7 @@ def _logged(
     config: Config | None,
     environment: Mapping[str, Any],
 ) -> Summary:
-    """Build a summary from the files of the run other than summary.json."""
+    """Build a summary without summary.json, from the other files of the run."""
     last, newest = metrics[-1] if metrics else {}, evals[-1] if evals else None
     known: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     known["final_loss"] = last.get("loss")
@@ -170,7 +170,7 @@ def _logged(
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    """Sample the lines of a log. From each of NUM_STRETCHES parts, keep the first line, the last line, the
+    """Sample the lines of a log. From each of about NUM_STRETCHES parts, keep the first and last lines, the
     first line without a loss, and the lines with the lowest and highest loss, so that spikes stay visible."""
     if not path.is_file():
         return []

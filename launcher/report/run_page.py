@@ -44,10 +44,10 @@ from launcher.stats import NORMAL
 
 
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
-    """Return the half-width of the held-out loss's 95 % interval, in the loss's unit; None if not measured.
+    """Return the half-width of the held-out loss's 95 % interval, in the loss's unit, or None if unknown.
 
-    `seeds`: if the loss is a mean over runs, the losses of these runs on the same text. The error due to the
-    choice of text and that due to differences between runs are independent, so they are added in quadrature.
+    `seeds`: if the loss is a mean over runs, the losses of these runs on the same text. The error from the
+    choice of text and the error from differences between runs are independent, so they add in quadrature.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -78,7 +78,7 @@ def basis_of(heldout: HeldOut) -> str:
 
 
 def scores_text(heldout: HeldOut) -> str | None:
-    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None if the run has no scores."""
+    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`. Return None if the run has no scores."""
     if heldout.scores is None:
         return None
     names = {name: score_name(name, heldout).replace("/", " ") for name in heldout.scores}
@@ -108,7 +108,7 @@ def of_directories(run_dirs: Sequence[Path]) -> page.Report:
         if names.count(run.name) > 1:
             runs[i] = dataclasses.replace(run, name=f"{run.name} ({i + 1})")
     many, numbers = len(runs) > 1, _numbers(runs)
-    named = [(run.name if many else "", run) for run in runs]  # a page of one run does not repeat its name
+    named = [(run.name if many else "", run) for run in runs]  # with one run, only the title names the run
     return page.Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
         [page.machine_line(run.environment, name, _devices(run.summary)) for name, run in named],
@@ -180,7 +180,7 @@ def _end(run: RunFiles) -> tuple[page.Level, str]:
 
 
 def _repeats(run: RunFiles) -> list[str]:
-    """Warn if a language model saw its text at least MAX_PASSES times, unless that is the built-in corpus."""
+    """Warn if a language model made at least MAX_PASSES passes over text other than the built-in corpus."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
     exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
     if passes is None or passes < MAX_PASSES or exempt:
@@ -220,7 +220,7 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
     """Plot the training and held-out losses, with the losses of context-free models as reference lines.
-    `runs`: comparable runs, each with its index among all runs."""
+    `runs`: one group of comparable runs, each with its index among all runs. `groups`: number of groups."""
     many = len(runs) > 1 or groups > 1
     style: page.Style = "dashed" if many else "both"
     lines, levels = [], {}
@@ -279,7 +279,7 @@ def _split(summary: Summary) -> dict[str, float]:
 
 
 def _numbers(runs: Sequence[RunFiles]) -> page.Table:
-    """Return a table, one column per run. Rows are matched by label, because failed runs have extra rows."""
+    """Return a table with one column per run. Match rows by label, because failed runs have extra rows."""
     rows = []
     for topic, rows_of in TOPICS.items():
         columns = [{row.label: row for row in rows_of(run)} for run in runs]
@@ -390,7 +390,7 @@ def _work(run: RunFiles) -> list[TableRow]:
 
 def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
-    interval = "" if summary.time_s else "; in the last logged interval"  # rank 0 wrote no summary
+    interval = "" if summary.time_s else "; in the last logged interval"  # only rank 0 writes time_s
     over = f"summed over {_ranks(summary)}{interval}"
     rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
     each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
@@ -442,7 +442,7 @@ def _times(run: RunFiles) -> list[TableRow]:
 
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
-    # tokens since the run was last started or resumed, the period that the energy covers
+    # tokens since the run was last started or resumed, because the energy covers only this period
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
     each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
@@ -496,13 +496,13 @@ TOPICS = {
 }
 
 
-# --- classes of a finetuned run
+# --- classes of a finetuning run
 
 MAX_CLASSES = 50  # a larger matrix would be unreadable
 
 
 def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
-    """Return class scores and a confusion matrix from the dev predictions; [] if unavailable."""
+    """Return class scores and a confusion matrix of the dev predictions, or an empty list if unavailable."""
     path, count = run_dir / files.PREDICTIONS, len(labels)
     if not 2 <= count <= MAX_CLASSES or not path.is_file() or path.stat().st_size > GIB:
         return []
@@ -534,7 +534,7 @@ def _classes(run_dir: Path, labels: Sequence[str]) -> list[page.ReportSection]:
 
 
 def _comparison(runs: Sequence[RunFiles]) -> list[page.ReportSection]:
-    """Return a section with the settings that differ, and a section that ranks comparable runs by group."""
+    """Return two sections: the settings that differ, and a ranking within each group of comparable runs."""
     groups = _comparable(runs)
     settings, rows = [flat(run.config) for run in runs], []
     for key in sorted({key for setting in settings for key in setting}):
@@ -560,7 +560,7 @@ def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
 
 
 def _ranking(runs: Sequence[RunFiles]) -> page.Table:
-    """Rank runs by held-out loss, lowest first, with the difference from the first run."""
+    """Rank runs by held-out loss, lowest first, and show each run's difference from the first."""
 
     def loss_of(run: RunFiles) -> float:
         loss = number(run.summary.heldout_loss)
@@ -584,14 +584,14 @@ def _ranking(runs: Sequence[RunFiles]) -> page.Table:
 
 
 def _difference(best: RunFiles, run: RunFiles) -> TableCell:
-    """Return the loss of `run` minus that of `best`, with an interval if both used the same sequences."""
+    """Return the loss of `run` minus that of `best`, with an interval if the sequences were the same."""
     a, b = best.summary.heldout_loss, run.summary.heldout_loss
     if a is None or b is None:
         return TableCell(NA)
     first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
     if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
         apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
-        # the mean difference is not b - a if a run's file and summary come from different evaluations
+        # this mean differs from b - a if a run's sequence losses and summary come from different evaluations
         if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:
             width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
             note = f"±: 95 % interval over {count_of(len(apart), 'sequence')}; same tokens, same masks"

@@ -22,7 +22,7 @@ class AfterSave:
     If several checkpoints are saved while the command runs, it next runs on the newest of them only."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
-        """`command`: program and arguments; () = run nothing. `log`: function that prints a line."""
+        """`command`: program and arguments; if empty, nothing is run. `log`: function that prints a line."""
         self._command, self._run_dir, self._log = command, run_dir, log
         self._passed = self._newest()
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,7 +43,7 @@ class AfterSave:
             self._report(self._process.wait())
 
     def poll(self) -> None:
-        """Report a finished command, and start the next one if there is a new checkpoint."""
+        """Report a failed command. If no command is running and there is a new checkpoint, start one."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             self._report(code)
@@ -58,14 +58,14 @@ class AfterSave:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        start_new_session=True,  # a terminal's Ctrl-C must not stop the command
+                        start_new_session=True,  # Ctrl-C in the terminal must not stop the command
                         env={**os.environ, **child_environment()},
                     )
             except OSError as error:
                 self._log(f"warning: the --after-save command cannot start: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint and its mtime (ns), or None. Saving a step again changes its mtime."""
+        """Return the newest checkpoint and its mtime (ns), or None. Saving a step again changes the mtime."""
         with contextlib.suppress(OSError):
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns

@@ -14,7 +14,7 @@ from launcher.run import peers
 from launcher.run.nodes import Place
 
 LINK_S = 90.0  # time limit for one measurement, including imports
-MAX_CLOCK_S = 1.0  # a larger clock difference, beyond the measurement error, causes a warning
+MAX_CLOCK_S = 1.0  # a clock difference of more than this plus the measurement error causes a warning
 SILENT_S = 30.0  # a launcher that sends no message for this long counts as lost
 
 
@@ -65,7 +65,7 @@ def _link(nodes: peers.Coordinator, rank: int) -> Finding:
 
 def _measure(place: Place, rank: int, port: int, store: Sequence[int]) -> tuple[str | None, str | None]:
     """Run one rank of a two-rank all-reduce, and return (output, error) as run_command does. `store`: on
-    rank 0, a list with the descriptor of the bound socket for the store; on rank 1, empty."""
+    rank 0, the file descriptor of the TCPStore's bound socket; on rank 1, empty."""
     words = [rank, place.address, port, place.interface, *store]
     command = [*module_command("bert_dp.measure.all_reduce"), "pair", *map(str, words)]
     return run_command(command, LINK_S, pass_fds=store)

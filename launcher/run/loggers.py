@@ -38,7 +38,7 @@ WAIT_S = 0.02  # interval at which the launcher checks for exited children
 LOG = "logs/loggers.log"
 PROJECT = "bert-dp"
 MLFLOW_PARAMS = 100  # maximum number of parameters per request
-MLFLOW_CHARACTERS = 6000  # MLflow's limit for a parameter value; also used for tags, whose limit is 8000
+MLFLOW_CHARACTERS = 6000  # maximum length of a parameter value; also used for tags, whose maximum is 8000
 # record file -> (prefix added to its keys, keys that are not sent)
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
@@ -64,7 +64,7 @@ class Loggers:
                 stdout=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # a terminal's Ctrl-C must not stop the child
+                start_new_session=True,  # Ctrl-C in the terminal must not stop the child
             )
             relay = threading.Thread(target=self._print_lines, args=(child.stdout,), daemon=True)
             relay.start()
@@ -77,7 +77,7 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the children's input. Kill those still running after the time limit or a stop signal."""
+        """Close the children's input. After the time limit or a stop signal, kill any child still running."""
         children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
@@ -197,7 +197,7 @@ def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
 
 
 class Writer(NamedTuple):
-    """Functions that write a run to a service. They may raise any exception."""
+    """Location of a run in a service, and functions that write to the run. They may raise any exception."""
 
     where: str  # path or address of the run
     write: Callable[[int, Mapping[str, float]], object]  # sends the values of a step; steps never decrease
@@ -242,7 +242,7 @@ def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writ
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # otherwise wandb sends error reports
     import wandb
 
-    # by default, wandb records the output, git state and usage of this process, which is not a rank
+    # by default, wandb records the output, git state and resource usage of this process, which is not a rank
     off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),

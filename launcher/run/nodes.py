@@ -14,7 +14,7 @@ from bert_dp.config import MAX_RANKS, ConfigError, Issue
 from bert_dp.config.errors import IssueKind
 
 PORT = 29400  # default if the cluster manager sets no port
-SLURM_PORTS = range(15000, 31000)  # below the ephemeral ports; the job ID selects one
+SLURM_PORTS = range(15000, 31000)  # all below the ephemeral port range; the job ID selects the port
 
 
 class Place(NamedTuple):
@@ -50,7 +50,7 @@ def find_place(
     interface: str | None,
     environ: Mapping[str, str] = os.environ,
 ) -> Place | None:
-    """Return the node of this launcher; None for a run on one node. Options override environment variables.
+    """Return this launcher's node, or None for a run on one node. Options override environment variables.
 
     Raise ConfigError if a value is missing, out of range or contradictory, or if other nodes cannot reach the
     rendezvous address.
@@ -106,14 +106,14 @@ def manager_variables(environ: Mapping[str, str]) -> Variables:
 
 
 def first_host(names: str) -> str:
-    """Return the first host of a Slurm node list, for example `node01` of `node[01-03,7],gpu2`."""
+    """Return the first host in a Slurm node list, for example `node01` for `node[01-03,7],gpu2`."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,]*)", names)
     return "".join(part or "" for part in match.groups()) if match else ""
 
 
 def _number(option: str, given: int | None, text: str | None) -> int | None:
-    """Return `given`, the value of `option`; if it is None, parse `text`, the value of a variable. Raise
-    ConfigError if `text` is not a whole number or exceeds MAX_RANKS."""
+    """Return `given`, the value of `option`. If it is None, parse `text`, the value of an environment
+    variable. Raise ConfigError if `text` is not a whole number or exceeds MAX_RANKS."""
     if given is not None or text is None:
         return given
     if not text.isdecimal() or int(text) > MAX_RANKS:
@@ -123,7 +123,7 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
 
 
 def _resolve(endpoint: str) -> tuple[str, int]:
-    """Return the IP address and port of HOST:PORT. Raise ConfigError if it is invalid, unknown or local."""
+    """Return HOST's IP address and PORT. Raise ConfigError if PORT is invalid or HOST is unknown or local."""
     host, _, port = endpoint.rpartition(":")
     hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

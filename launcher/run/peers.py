@@ -36,7 +36,7 @@ from launcher.watch.failure import RanksEnded, first_line
 BEAT_S = 1.0  # interval between `beat` messages
 ARRIVE_S = 120.0  # time limit for all launchers to connect
 ADMIT_S = files.STALE_S + 2.0  # time limit for a launcher to prove that it sees the shared directory
-REFUSE_S = 10.0  # time limit for late launchers to connect after a refusal, so that they report it too
+REFUSE_S = 10.0  # after a ConfigError, time limit for late launchers to connect, so that they report it too
 SUSPENDED_S = 5.0  # a beat delayed by more than this shows that this process was suspended
 ENDING_S = 20.0  # time limit for a member to kill its ranks and report their exits
 LINE_BYTES = 2**26  # maximum size of a message
@@ -57,9 +57,9 @@ class Link:
     """Connection to another launcher. One thread reads; another sends a `beat` with `status` every second."""
 
     def __init__(self, connection: socket.socket, limit_s: float):
-        """`limit_s`: silence after which the other launcher counts as lost (minimum: SUSPENDED_S)."""
+        """`limit_s`: time without a message after which the other launcher is lost (minimum: SUSPENDED_S)."""
         self._limit_s = max(limit_s, SUSPENDED_S)
-        # how many ms a send may block if the link is cut and the buffer is full; the kernel allows 2**31 - 1
+        # ms for which a send may block if the link is cut and the buffer is full; kernel's maximum: 2**31 - 1
         send_ms = min(round(1000 * (self._limit_s + 1)), 2**31 - 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
@@ -198,7 +198,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Coordinator:
-    """Coordinator of a multi-node run, on node 0. It keeps links to the members and their newest messages."""
+    """Coordinator of a multi-node run, on node 0. It keeps each member's link and newest messages."""
 
     def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
         self.place, self._log, self._limit_s = place, log, limit_s
@@ -306,7 +306,7 @@ class Coordinator:
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def lost(self) -> str | None:
-        """Describe a node whose launcher has exited or sent no message for `limit_s`, or return None."""
+        """Describe a lost node (see `Link.lost`). Return None if no node is lost."""
         links = list(self._members.items())
         return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
@@ -372,7 +372,7 @@ class Coordinator:
         return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
-        """Return the longest time, in seconds, for which a member has sent no message."""
+        """Return the seconds since the last message of the member that has been silent the longest."""
         return max((link.silent_s() for link in self._members.values()), default=0.0)
 
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
@@ -417,9 +417,9 @@ class Coordinator:
         return ended
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
-        """Return the cause of a failed attempt, with the name of its node, and the node's number. If `cause`
-        is None or only a consequence (`peer_gone`, `no_cause`), a lost node is the cause. If no node is lost,
-        the cause is `unknown` on node `failed_first`, unless `failed_first` is 0; then `cause` is kept."""
+        """Return a failed attempt's cause with its node's name, and the node's number (0 if unknown or lost).
+        If `cause` is None or only a consequence (`peer_gone`, `no_cause`), a lost node is the cause.
+        If no node is lost, it is `unknown` on node `failed_first`, unless that is 0; then `cause` is kept."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():
@@ -449,7 +449,7 @@ class Coordinator:
 
 @contextlib.contextmanager
 def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Iterator[Coordinator]:
-    """Provide a Coordinator for the block, and send a ConfigError raised in the block to all members."""
+    """Provide a Coordinator for a `with` block. Send a ConfigError raised in the block to all members."""
     coordinator = Coordinator(place, run_dir, log, limit_s)
     try:
         yield coordinator
@@ -463,7 +463,7 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
 
 
 class Member:
-    """Member on a node other than 0. It receives instructions from node 0 and reports on its own ranks."""
+    """Launcher on a node other than 0. It receives instructions from node 0 and reports on its own ranks."""
 
     def __init__(self, link: Link, run_dir: Path):
         self.link, self._run_dir = link, run_dir

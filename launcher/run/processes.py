@@ -33,7 +33,7 @@ POLL_S = 0.2  # interval between checks of the ranks
 # time limits for ranks after a failure: to exit, and to finish a save; torchrun allows 30 s by default
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # time limit for killed processes to exit; interval between checks
-ONE_STOP_S = 0.5  # signals within this time of the first count as one: terminals and `timeout` send several
+ONE_STOP_S = 0.5  # signals within this time of the first are dropped: terminals and `timeout` send several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RunOutcome:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Within the block, append stop signals to the yielded list instead of ending this process.
+    """In the `with` block, append stop signals to the yielded list instead of ending this process.
 
     Drop signals within ONE_STOP_S of the first one. Signals that were ignored before, for example because of
     nohup, stay ignored.
@@ -167,7 +167,7 @@ def run_ranks(
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,
-                    start_new_session=True,  # this process forwards a terminal's Ctrl-C
+                    start_new_session=True,  # this process forwards Ctrl-C from the terminal
                     pass_fds=[store.fileno()] if store else [],
                 )
                 if store is not None:
@@ -309,7 +309,7 @@ def complete_summary(run_dir: Path, **facts: object) -> None:
 
 @contextlib.contextmanager
 def confined(cores: Collection[int] | None) -> Iterator[None]:
-    """Restrict processes that start within the block to these cores; None = no restriction."""
+    """Restrict processes that start in the `with` block to these cores; None = no restriction."""
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -320,8 +320,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Workers among the descendants of `launcher`, with their memory and exits. Pidfds show an exit at once,
-    so that the exit code can be read while the worker is a zombie, before its parent reaps it."""
+    """Workers among the descendants of `launcher`, with their memory use and exits. Pidfds show an exit at
+    once, so that the exit code can be read while the worker is a zombie, before its parent reaps it."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], size: int):
         self.launcher, self._size = launcher, size
@@ -374,7 +374,7 @@ def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _rank(child: psutil.Process) -> int | None:
-    """Return a worker's rank; None for any other process, even if its arguments hold a worker's command."""
+    """Return a worker's rank; None for any other process, even if a worker's command is in its arguments."""
     try:
         command = child.cmdline()
         module = command[command.index("-m") + 1] if "-m" in command[:-1] else None

@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
-ARRIVE = datetime.timedelta(minutes=5)  # time for the other agents to connect, once all launchers have
+ARRIVE = datetime.timedelta(minutes=5)  # time limit for agents to connect, after all launchers have connected
 
 
 def handler_factory() -> Callable[[Any], Any]:
@@ -36,7 +36,7 @@ def handler_factory() -> Callable[[Any], Any]:
     def make(params: RendezvousParameters) -> StaticRendezvous:
         """Create a handler. The endpoint is a FileStore's path on one node, else a TCPStore's HOST:PORT."""
         nodes = params.get_as_int("nodes")
-        if nodes is None:  # one node; for port 0, see use_agent_store
+        if nodes is None:  # one node; use_agent_store explains port 0
             return StaticRendezvous(FileStore(params.endpoint, 1), params.run_id, 0, 1, "127.0.0.1", 0)
         node, bound = params.get_as_int("node"), params.get_as_int("socket")
         host, _, port = params.endpoint.rpartition(":")

@@ -34,7 +34,7 @@ class RunOptions:
     elastic: bool = False  # restart with fewer ranks after a rank was killed or a GPU was lost
     force: bool = False  # start even if the memory is expected to be insufficient
     profile: ProfilePlan | None = None  # steps to profile
-    place: Place | None = None  # this node of a multi-node run; None = one node
+    place: Place | None = None  # this node of a multi-node run; None = a run on one node
     after_save: Sequence[str] = ()  # command to run with the path of each new checkpoint
 
 

@@ -1,7 +1,6 @@
 """Build the command and environment with which torchrun, accelerate or deepspeed starts this node's workers.
-
-accelerate's default configuration, deepspeed's hostfile, and an outer launcher's variables are all ignored.
-"""
+accelerate's default configuration, deepspeed's hostfile, and the environment variables of an outer launcher
+are all ignored."""
 
 import dataclasses
 import importlib.util
@@ -21,7 +20,7 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # see rendezvous.py; torchrun's own backends listen on all interfaces
 # an outer launcher's environment variables with these prefixes are removed, because torchrun reads PET_* as
-# defaults of its options, and some launchers do not overwrite the others
+# defaults for its options, and some launchers do not overwrite the other variables
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
@@ -94,7 +93,7 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of accelerate, which runs torchrun internally, and write its configuration file.
+    """Build accelerate's command and write its configuration file. accelerate runs torchrun internally.
 
     MULTI_GPU starts N ranks on CPUs too, whereas the option --cpu starts only one. For N = 1, accelerate
     accepts MULTI_GPU only in a configuration file. If main_process_port were in use, accelerate would select
@@ -127,7 +126,7 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command of deepspeed's runner. The runner starts a node launcher, which starts the workers.
+    """Build the command for deepspeed's runner. The runner starts a node launcher, which starts the workers.
     deepspeed always sets CUDA_VISIBLE_DEVICES to 0..N-1, so `env` restores the user's value."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
@@ -147,7 +146,7 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
-    """Build the workers' environment. It makes workers exit when this process exits.
+    """Build the workers' environment, which makes them exit when this process exits.
 
     On one node, workers rendezvous through a file and use only the loopback interface. On several nodes, they
     use the node's interface and write heartbeats to the node's local disk.

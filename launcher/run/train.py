@@ -113,7 +113,7 @@ def train(job: Job, options: RunOptions, console: Console) -> int:
 
 
 def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
-    """Return an issue for each option that is incompatible with several nodes."""
+    """Return an issue for each option that is missing or unsupported in a run over several nodes."""
     issues, launcher = [], options.launcher
     if options.run_dir is None:
         message, hint = "is needed for several nodes", "choose a directory that all nodes share"
@@ -219,7 +219,7 @@ def run_locked(
     console: Console,
 ) -> int:
     """Check the data, train in the locked `run_dir` and return the exit code. Raise ConfigError if the data
-    is unusable or differs from the checkpoint's or another node's; the run's files are then unchanged."""
+    is unusable or differs from that of the checkpoint or another node; the run's files are then unchanged."""
     log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
@@ -228,7 +228,7 @@ def run_locked(
         config = with_budget(config, manifest.num_samples)
         if isinstance(manifest, Manifest):
             config = manifest.with_build(config)
-        if job.config.data.path is None:  # otherwise, `train` has printed the warnings
+        if job.config.data.path is None:  # otherwise, `train` has already printed the warnings
             log(f"data: {describe_data(config, manifest)}")
             warn(console, data_warnings(config, manifest))
         if nodes is not None:
@@ -301,8 +301,8 @@ def warn(console: Console, warnings: list[str]) -> None:
 
 
 def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
-    """Return the issues that prevent this run in `run_dir`. A run that resumes from a checkpoint does not
-    need the files of `run.init_from`."""
+    """Return the issues that prevent this run from starting in `run_dir`. A run that resumes from a
+    checkpoint does not need the files of `run.init_from`."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
@@ -310,7 +310,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue]:
-    """Return the issues that prevent the use of this directory for this run."""
+    """Return the issues that prevent this run from using `run_dir`."""
     if issues := place_issues(run_dir, "--run-dir"):
         return issues
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
@@ -345,8 +345,8 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def foreign_files(run_dir: Path) -> list[str]:
-    """List the names of files that prevent a new run in a directory. These do not: ALLOWED_FILES, an empty
-    `checkpoints` directory (for example, a mount point), and a `logs` directory without logs of ranks."""
+    """List the names of files that prevent a new run from using `run_dir`. These do not: ALLOWED_FILES, an
+    empty `checkpoints` directory (such as a mount point), and a `logs` directory without rank-* files."""
 
     def is_harmless(path: Path) -> bool:
         if path.name == "checkpoints":
@@ -361,8 +361,8 @@ def foreign_files(run_dir: Path) -> list[str]:
 
 
 def links(run_dir: Path) -> list[Path]:
-    """List symbolic links among a run's files, because a run would overwrite their targets. `checkpoints` and
-    `logs` may be links, for example to a separate disk."""
+    """List the symbolic links among a run's files, because a run would overwrite their targets. `checkpoints`
+    and `logs` may be links, for example to a separate disk."""
     top = [path for path in run_dir.glob("*") if path.name not in ("checkpoints", "logs")]
     files = (*top, *run_dir.glob("logs/*"), *run_dir.glob("heartbeats/*"))
     return sorted(path for path in files if path.is_symlink())
@@ -373,14 +373,14 @@ def anyone_writes(directory: Path) -> bool:
 
 
 def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
-    """Find the checkpoint to resume from, without verifying it; None if there is none."""
+    """Return the checkpoint to resume from, without verifying it, or None if there is none."""
     if resume == "never":
         return None
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
 def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
-    """Return an issue if the checkpoint to resume from was trained on different data, else []."""
+    """Return one issue if the checkpoint to resume from has another data hash, otherwise an empty list."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     if checkpoint is None or checkpoint[1].data_hash == data_hash:
         return []
@@ -421,7 +421,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryCheck:
-    """Memory estimate of one rank, and the memory available to it."""
+    """Estimated memory use of one rank, and the memory available to the rank."""
 
     config: Config
     precision: str
@@ -436,7 +436,7 @@ class MemoryCheck:
         return sum(self.parts_gib.values())
 
     def impossible(self) -> list[Issue]:
-        """Return an issue if the model state alone exceeds the memory limit, else []."""
+        """Return one issue if the model state alone exceeds the memory limit, otherwise an empty list."""
         state_gib = sum(self.parts_gib[name] for name in MEMORY_STATE)
         if self.limit_gib is None or state_gib <= self.limit_gib:
             return []
@@ -448,7 +448,7 @@ class MemoryCheck:
         return [Issue("model", "out_of_range", message, hint=hint)]
 
     def issues(self, above: float = MAX_ESTIMATE_RATIO) -> list[Issue]:
-        """Return an issue if the estimate is more than `above` times the limit, else []."""
+        """Return one issue if the estimate is more than `above` times the limit, otherwise an empty list."""
         if self.limit_gib is None or self.total_gib <= above * self.limit_gib:
             return []
         if issues := self.impossible():
@@ -472,7 +472,7 @@ def check_memory(
     kept: str | None = None,
     here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of one of `world_size` ranks, and find how much is available to it. `kept`:
+    """Estimate the memory that one of `world_size` ranks needs, and find how much is available to it. `kept`:
     precision of the checkpoint to resume from. `here`: number of ranks on this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
@@ -485,7 +485,7 @@ def check_memory(
 
 
 def expected_steps(config: Config) -> int | None:
-    """Return the number of optimizer steps of the whole run, including its batch ramp. Return None for a
+    """Return the number of optimizer steps in the whole run, including its batch ramp. Return None for a
     budget in hours, dollars or kWh, or in epochs of data that is not built yet."""
     schedule = config.schedule
     if schedule.steps is not None:

@@ -1,7 +1,7 @@
 """Run many short training runs (trials) in child processes, one at a time on each set of devices (slot).
 
 Each process is `python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]`. BYTES limits its
-memory. A trial that an earlier call finished is not repeated; its records are read and checked.
+memory. A trial that finished in an earlier start of the command is not repeated; its records are checked.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def heldout_losses(directory: Path) -> dict[int, float]:
 
 
 def ended(directory: Path) -> TrialStatus | None:
-    """Return the status of a run; None if it has not finished or if a signal stopped it."""
+    """Return the status of a run, or None if the run has not finished or was stopped by a signal."""
     summary = read_summary(directory)
     if summary is None or summary.signal:
         return None
@@ -91,8 +91,8 @@ def failure_kind(directory: Path) -> FailureKind:
 
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
-    """Read the records of a run of `warm_up` + `steps` steps; omit the warm-up. Raise one of UNREADABLE if a
-    rank recorded a different number of steps or if a value is damaged."""
+    """Read the records of a run of `warm_up` + `steps` steps; the times exclude the warm-up. Raise an error
+    in UNREADABLE if a rank recorded a different number of steps or if a value is damaged."""
     parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
     memory, exposed = [], []
     for rank in range(ranks):
@@ -117,8 +117,8 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
 
 PROGRESS_S = 30.0  # interval between progress lines
 SCRATCH = ".scratch"
-TRIAL_FILE = "trial.json"  # contains the duration of a finished trial
-TRIES = 2  # maximum number of attempts at a trial that an outside cause ends or whose records are incomplete
+TRIAL_FILE = "trial.json"  # file that holds the duration of a finished trial
+TRIES = 2  # maximum attempts at a trial; only an outside cause or incomplete records lead to a second
 LOG_LINES = 10  # maximum number of lines in the metrics.jsonl of a timed run
 
 
@@ -143,7 +143,7 @@ class SearchOutcome:
 
 
 def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
-    """Call `run`, which runs the trials of a command, and return the outcome. `out`: output directory."""
+    """Call `run`, which runs the trials of a command, and return their outcome. `out`: output directory."""
     try:
         run()
     except Stopped as stop:
@@ -156,10 +156,10 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Devices for one trial at a time: CPU cores, or GPUs as named in CUDA_VISIBLE_DEVICES. None = all."""
+    """Devices for one trial at a time: CPU cores or GPUs."""
 
-    cores: tuple[int, ...] | None = None
-    gpus: tuple[str, ...] | None = None
+    cores: tuple[int, ...] | None = None  # None = all
+    gpus: tuple[str, ...] | None = None  # names as in CUDA_VISIBLE_DEVICES; None = all
 
 
 def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
@@ -198,7 +198,7 @@ class TrialOutcome:
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
     """Choose one precision for all trials and engines of a command. On GPUs, it may remain auto, because only
-    a rank can query the GPU's generation. Raise ConfigError if the model needs another precision."""
+    a rank can query the GPU's generation. Raise ConfigError if the model does not permit this precision."""
     precision: str = config.precision
     if not on_gpu:
         precision = decide_precision(precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
@@ -218,8 +218,8 @@ def timed_config(
     **sections: Any,
 ) -> Config:
     """Derive the configuration of a short timed run with these batch sizes. The run has no batch ramp,
-    checkpoints or evaluations. It compiles the model only if a full run would. `sections`: further top-level
-    settings or sections."""
+    checkpoints or evaluations. It compiles the model only if a full run would. `sections`: values of further
+    top-level settings or sections."""
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
     changes: dict[str, Any] = {
@@ -239,8 +239,8 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> TrialOutcome | None:
-    """Return the outcome of this trial from an earlier call; None if the trial must be run. The earlier
-    configuration may differ only in the data's path; `Output.begin_with` compares the data's hash."""
+    """Return the outcome of this trial in an earlier start of the command; None if the trial must be run. The
+    earlier configuration may differ only in the data's path; `Output.begin_with` compares the data's hash."""
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
@@ -282,12 +282,12 @@ class Progress:
         self._done, self._run, self._seconds = 0, 0.0, 0.0
 
     def skip(self, share: float) -> None:
-        """Count a trial that is skipped or was run by an earlier call. `share`: its relative duration."""
+        """Count a trial that is skipped or ran in an earlier start. `share`: its relative duration."""
         self._done += 1
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
-        """Count a trial that took `seconds` in this call, and log `text`, which describes its result."""
+        """Count a trial that has just run for `seconds`, and log `text`, which describes its result."""
         self.skip(share)
         self._run += share
         self._seconds += seconds
@@ -309,8 +309,8 @@ class _Running:
 
 @contextlib.contextmanager
 def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
-    """Provide a Runner for the block. Stop signals are recorded instead of ending this process. Children exit
-    with this process, even if it is killed. On exit, remove OUT/.scratch."""
+    """Provide a Runner in a `with` block. Stop signals are recorded instead of ending this process. Children
+    exit with this process, even if it is killed. On exit from the block, remove OUT/.scratch."""
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
@@ -333,13 +333,13 @@ class Runner:
 
     @property
     def scratch(self) -> Path:
-        """Directory for temporary files, removed at the end."""
+        """Directory for temporary files, which `runner` removes at the end."""
         return self.out / SCRATCH
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         """Run trials; yield each trial with its outcome when it has finished.
 
-        Do not repeat trials that an earlier call finished. Take the next trial only when a slot is free,
+        Do not repeat trials that finished in an earlier start. Take the next trial only when a slot is free,
         because it may depend on earlier outcomes. Raise Stopped after a signal, once all trials have ended.
         """
         queue, free = iter(trials), list(self.slots)
@@ -378,7 +378,7 @@ class Runner:
                 time.sleep(processes.POLL_S)
         finally:
             for each in running:
-                each.process.kill()  # the trial's reaper kills its ranks
+                each.process.kill()  # the trial's reaper then kills the ranks
                 each.process.wait()
                 each.log.close()
         if self.signals:
@@ -438,7 +438,7 @@ class Runner:
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
 
     def _log_progress(self, running: Sequence[_Running]) -> None:
-        """Log the step of each running trial every PROGRESS_S."""
+        """Log the step of each running trial every PROGRESS_S seconds."""
         now = time.monotonic()
         for each in running:
             if now < each.due_s:

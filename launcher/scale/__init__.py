@@ -1,1 +1,1 @@
-"""Benchmark a grid of cells. A cell is one combination of mode, engine and number of ranks."""
+"""Benchmark a grid of cells. A cell combines one mode, engine, number of ranks and tensor-parallel size."""

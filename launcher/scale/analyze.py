@@ -20,7 +20,7 @@ from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, Diagnosi
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # allowed relative deviation
-MAX_DISAGREEMENT = 0.05  # difference between two measures of exposed communication, as a share of a step
+MAX_DISAGREEMENT = 0.05  # tolerated difference between two measures of exposed communication (share of step)
 Facts = dict[str, Any]
 
 
@@ -85,8 +85,8 @@ class CellRuns:
     def part(self, name: str) -> float:
         """Return the mean time in seconds of a part of a step, over all ranks and steps of the median repeat.
 
-        All parts come from the same repeat, so that they sum to its step. With an even number of repeats, the
-        two middle repeats are averaged.
+        All parts come from the same repeat, so that they add up to its step time. With an even number
+        of repeats, the two middle repeats are averaged.
         """
         order = sorted(range(len(self.steps)), key=lambda index: sum(self.steps[index]))
         middle = order[(len(order) - 1) // 2 : len(order) // 2 + 1]
@@ -102,7 +102,7 @@ class CellRuns:
         """Return the straggler ratio, its interval, and the rank of the straggler, if any.
 
         The ratio is the geometric mean over repeats of (slowest rank's compute time / median of the others).
-        Returns {} for one rank, or if ranks wait in the forward pass (fsdp, DeepSpeed, tensor parallelism).
+        Return {} for one rank, or if ranks wait in the forward pass (fsdp, DeepSpeed, tensor parallelism).
         """
         ranks = range(self.cell.world_size)
         # seconds, [repeat][rank]
@@ -124,7 +124,7 @@ class CellRuns:
 
 
 def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
-    """Return the complete repeats of a cell ([] if one has failed), and its status and cause of failure."""
+    """Return a cell's complete repeats ([] if one has failed), and its status and cause of failure."""
     repeats, settings = [], grid.settings
     for repeat in range(settings.repeats):
         directory = run_dir(out, cell, repeat)
@@ -200,7 +200,7 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in measured.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        # a value near 1 means that the device waits for the host; host_s is 0 if the device lags behind
+        # a value near 1 means that the device waits for the host; host_s is 0 if the device lags behind it
         launch_fraction=measured.part("host_s") / measured.part("step_s") if on_gpu else None,
         launch_fraction_ci95=measured.share_interval("host_s") if on_gpu else None,
         **_loss(measured, single, settings.precision),
@@ -241,8 +241,8 @@ def _efficiencies(
 def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Return the parts of the mean step in seconds, averaged over ranks.
 
-    Exposed communication is the time by which the passes and the optimizer phase exceed those of the ceiling,
-    whose passes are scaled to the same number of tokens. ZeRO-1 communicates in the optimizer phase.
+    Exposed communication is how much longer the passes and the optimizer phase take than in the ceiling.
+    The ceiling's passes are scaled to the same number of tokens. ZeRO-1 communicates in the optimizer phase.
     """
     whole, data, passes, optimizer = (
         measured.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
@@ -267,7 +267,7 @@ def _ddp_exposed(measured: CellRuns) -> float | None:
 
 
 def _loss(measured: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Compare the losses of the first repeat with those of the single-rank run. Returns {} for a ceiling, in
+    """Compare the losses of the first repeat with those of the single-rank run. Return {} for a ceiling, in
     weak mode, or if the two runs did not log the same steps."""
     if single is None or (measured.cell.mode, measured.cell.kind) != ("strong", "run"):
         return {}
@@ -306,7 +306,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 # --- verdicts
 
 LOSS_BOUND = 0.05  # a loss of efficiency or a wait for data (as a share of a step) above this is reported
-LAUNCH_BOUND = 0.95  # host time / step time above which a cell is launch-bound
+LAUNCH_BOUND = 0.95  # ratio of host time to step time above which a cell is launch-bound
 MIN_EFFICIENCY = 0.95  # a cell scales if the low end of its efficiency interval reaches this
 MEASURE_MORE = "raise --repeats or --steps"
 
@@ -356,7 +356,7 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
 
 
 class _Loss(NamedTuple):
-    """A loss of efficiency and its cause. The interval of the measured ratio lies entirely beyond a bound."""
+    """A loss of efficiency whose confidence interval lies entirely beyond a bound, and its cause."""
 
     share: float  # share of a step
     kind: DiagnosisKind

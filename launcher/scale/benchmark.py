@@ -36,7 +36,7 @@ def scale(
 ) -> int:
     """Run the benchmark and return the exit code. `predict` returns predictions for the measured cells.
 
-    Raises ConfigError, with all issues, before the first run starts.
+    Raise ConfigError with all issues before the first run starts.
     """
     setup = job.load(name, overrides)
     folder = setup.directory(how.out, "scaling")
@@ -61,7 +61,7 @@ def scale(
 
 
 def plan_of(grid: Grid) -> models.GridFile:
-    """Return the contents of grid.json as plain JSON values, which can be compared with a stored file."""
+    """Return the contents of grid.json. Its values are plain JSON and can be compared with a stored file."""
     return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
@@ -110,14 +110,14 @@ def measure(
 
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
-    """Run all measurements that earlier calls have not finished. Raises Stopped after a stop signal."""
+    """Run all measurements that earlier starts have not finished. Raise Stopped after a stop signal."""
     _run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
     _measure_device(grid, runs, log)
 
 
 def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
-    """Run all unfinished repeats. Skip cells with a repeat that failed or ran out of memory."""
+    """Run all unfinished repeats, except in cells where a repeat has failed or run out of memory."""
     cells = {run_dir(runs.out, cell, repeat): cell for cell, repeat in grid.order()}
     pending = [
         Trial(path, grid.config_of(cell), cell.world_size, cores_of(grid, cell.world_size))
@@ -171,7 +171,7 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
             continue
         log(f"measuring all-reduces over {count} ranks at {len(SIZES)} message sizes")
         lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(SIZE_S), *map(str, SIZES)])
-        if len(lines) == len(SIZES):  # otherwise, the next call repeats the measurement
+        if len(lines) == len(SIZES):  # otherwise, the next start repeats the measurement
             points = [{**line, "seconds": line["seconds_median"]} for line in lines]
             link = {"world_size": count, "backend": lines[0]["backend"], "points": points}
             results.write(path, results.parse(link, models.MeasuredLink, path.name))

@@ -22,7 +22,7 @@ OVERRIDDEN = {
     "parallel.tensor": "set by --tensor",
     **{f"schedule.{name}": "set by --steps" for name in BUDGETS},
 }
-"""Reasons why the benchmark overrides settings, by prefix of the setting's name."""
+"""Reason why the benchmark overrides a setting, keyed by a prefix of the setting's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
 
 
 class Grid:
-    """Cells of a benchmark for one configuration, and the issues of cells that cannot run.
+    """Cells of a benchmark for one configuration, and the issues that prevent other cells from running.
 
     Weak mode: each rank keeps its micro batch and accumulation, so the global batch grows with the number of
     ranks. Strong mode: the global batch stays as configured, so accumulation shrinks as ranks are added.
@@ -76,7 +76,7 @@ class Grid:
                 self._add(mode, "ceiling", "independent", ranks)
 
     def _add(self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1) -> None:
-        """Add a cell, or its issues if it cannot run. Omit a ceiling that cannot run."""
+        """Add a cell, or the issues that prevent it from running. Omit a ceiling that cannot run."""
         split = f"-tp{tensor}" if tensor > 1 else ""
         cell_id = f"{mode}-{engine if kind == 'run' else kind}-n{ranks}{split}"
         try:
@@ -150,9 +150,9 @@ class Grid:
         ]
 
     def order(self) -> Iterator[tuple[GridCell, int]]:
-        """Yield each (cell, repeat) in the order of execution, which is the same in every call.
+        """Yield each (cell, repeat) in execution order, which is the same in every start of the command.
 
-        Each repeat shuffles the cells, so that a drift in the machine's speed affects all cells alike.
+        Cells are shuffled for each repeat, so that a drift in the machine's speed affects all cells alike.
         """
         draw = random.Random(len(self.cells))  # noqa: S311 (not used for security)
         for repeat in range(self.settings.repeats):

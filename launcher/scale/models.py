@@ -1,4 +1,4 @@
-"""Define the models of the files that `bert-dp scale` writes.
+"""Define pydantic models for the files that `bert-dp scale` writes.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
 are fractions. Intervals are 95 % confidence intervals, [low, high]. null means that a value was not measured.
@@ -60,7 +60,7 @@ class LinkPoint(StoredModel):
 
 
 class MeasuredLink(StoredFile):
-    """Times of all-reduces over N ranks, stored in links-N.json and in `links` of scaling.json."""
+    """Times of all-reduces over N ranks, stored in links-N.json and under `links` in scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     world_size: Annotated[int, Field(ge=2, le=10**9)]
@@ -77,7 +77,7 @@ class MeasuredGradient(StoredModel):
 
 
 class StepProfile(StoredFile):
-    """Profile of one rank's step, stored in profile.json and in `profile` of scaling.json."""
+    """Profile of one rank's step, stored in profile.json and under `profile` in scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
@@ -111,7 +111,7 @@ class StepProfile(StoredFile):
 
 
 class Peak(StoredFile):
-    """FLOP/s of one rank's device, stored in peak.json and in `peak` of scaling.json."""
+    """Peak FLOP/s of one rank's device, stored in peak.json and under `peak` in scaling.json."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
     precision: str | None = None  # precision of matmul_flops
@@ -130,7 +130,7 @@ class ScalingSettings(StoredModel):
     global_batch: int | None = None  # in strong mode only
     sequence_length: int | None = None
     parameters: int | None = None
-    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward passes
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # includes the backward pass
     precision: str | None = None
     device: str | None = None
     model: str | None = None
@@ -146,7 +146,7 @@ class StepTime(StoredModel):
 
 
 class RepeatMeasurement(StoredModel):
-    """Figures of one repeat of a cell. `run`: its run directory."""
+    """Figures for one repeat of a cell. `run`: the run directory of the repeat."""
 
     run: str
     steps: int
@@ -161,13 +161,13 @@ class SplitTime(StoredModel):
     data: float
     forward_backward: float
     exposed_comm: float | None = None
-    """null if no ceiling was measured; forward_backward and optimizer then include this time."""
+    """null if no ceiling was measured; forward_backward and optimizer then include exposed communication."""
     optimizer: float
     other: float
 
 
 class CellMeasurement(GridCell):
-    """Figures of one cell. They are null if the cell did not complete."""
+    """Figures for one cell. They are null if the cell did not complete."""
 
     status: CellStatus
     cause: str | None = None
@@ -187,17 +187,17 @@ class CellMeasurement(GridCell):
     efficiency_ddp1: float | None = None  # efficiency relative to ddp on one rank
     efficiency_ddp1_ci95: Interval | None = None
     ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
-    """Throughput of N independent copies / (N x throughput of one rank)."""
+    """Throughput of N independent runs on one rank each / (N x throughput of one rank)."""
     ceiling_efficiency_ci95: Interval | None = None
     communication_efficiency: float | None = None  # throughput / throughput of the ceiling
     communication_efficiency_ci95: Interval | None = None
     exposed_comm_fraction: float | None = None  # 1 - communication_efficiency
-    exposed_comm_ddp_fraction: float | None = None  # share of a step according to DDP's counters
+    exposed_comm_ddp_fraction: float | None = None  # share of a step that DDP counts as exposed
     straggler_ratio: float | None = None
     """Compute time before any reduction: slowest rank / median of the others; geometric mean over repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
-    """The slowest rank if it is the same in every repeat and straggler_ratio_ci95 is above 1.2, else null."""
+    """The slowest rank; null unless it is the same in every repeat and straggler_ratio_ci95 is above 1.2."""
     peak_memory_gib: float | None = None  # highest peak of any rank
     mfu: float | None = None  # model FLOP/s / data-sheet FLOP/s
     mamfu: float | None = None  # model FLOP/s / measured matmul FLOP/s
@@ -221,11 +221,11 @@ class CellMeasurement(GridCell):
 
 
 class BottleneckDiagnosis(StoredModel):
-    """Finding about a cell: a failure, its largest loss of efficiency, or a comparison with other engines."""
+    """Finding about a cell: failure, largest loss of efficiency, or comparison with other engines."""
 
     cell: str
     kind: DiagnosisKind
-    verdict: str  # `kind` in words, with any details
+    verdict: str  # the finding in words
     evidence: str
     next: str  # the suggested action
 
@@ -280,7 +280,7 @@ class ComparedCell(StoredModel):
 
 
 class Prediction(StoredFile):
-    """Predictions of `plan scaling`: its JSON output, and `prediction` in scaling.json."""
+    """Predictions of `plan scaling`, as in its JSON output and under `prediction` in scaling.json."""
 
     hint: ClassVar[str] = "run `bert-dp plan scaling` again"
     schema_version: Literal[1] = 1
@@ -311,7 +311,7 @@ class Scaling(StoredFile):
     verdicts: list[BottleneckDiagnosis] = []
 
     def alone(self) -> CellMeasurement | None:
-        """Return a measured cell of engine `single`, if possible with the accumulation in `settings`."""
+        """Return a measured cell of engine `single`, preferably one with the accumulation in `settings`."""
         runs = [
             cell
             for cell in self.cells
@@ -321,7 +321,7 @@ class Scaling(StoredFile):
         return max(runs, key=lambda cell: cell.accumulation == self.settings.accumulation, default=None)
 
 
-# --- table of `scale` and `plan scaling`
+# --- the table that `scale` and `plan scaling` show
 
 COMPARED = (
     Quantity("predicted_step_s", "predicted step", "seconds"),

@@ -37,7 +37,7 @@ WHISKERS = (
 
 
 def scale_page(scaling: Scaling, folder: Path | None = None) -> page.Report:
-    """Return the report of scaling.json, which may be partial."""
+    """Return the report on a scaling benchmark, complete or partial. `folder` contains scaling.json."""
     by_mode: dict[Mode, list[CellMeasurement]] = {"weak": [], "strong": []}
     for cell in _runs(scaling):
         by_mode[cell.mode].append(cell)
@@ -81,7 +81,7 @@ def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
 
 
 def _status(scaling: Scaling) -> list[page.Verdict]:
-    """Return a verdict on unfinished cells, and one on failed cells without a diagnosis."""
+    """Return a verdict on unfinished cells, and one on failed cells without a diagnosis, if there are any."""
     ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
     lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
@@ -96,7 +96,7 @@ def _status(scaling: Scaling) -> list[page.Verdict]:
 
 
 def _verdicts(scaling: Scaling) -> list[page.Verdict]:
-    """Return a verdict for each distinct diagnosis, with its cells, and one for all flags; worst first."""
+    """Return one verdict per distinct diagnosis, listing its cells, and one on all flags; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
         note = f"{found.cell}: {found.evidence}"
@@ -120,7 +120,7 @@ def _with_interval(ratio: page.Ratio) -> page.Quantity:
 
 
 def _result(scaling: Scaling) -> page.Table:
-    """Return the table of all cells except ceilings. Omit MFU or MAMFU if no cell has a value."""
+    """Return the table of all cells except ceilings. Omit an MFU or MAMFU column without values."""
     runs = _runs(scaling)
     per_peak = [page.Ratio(path, path.upper(), "percent", "step_time_s.ci95") for path in ("mfu", "mamfu")]
     columns = [
@@ -140,7 +140,7 @@ def _result(scaling: Scaling) -> page.Table:
 
 
 def _agreement(scaling: Scaling) -> list[str]:
-    """Describe how well losses agree in strong mode. In weak mode, batches differ, so none are compared."""
+    """Describe how well the losses agree. In weak mode, batches differ, so losses are not compared."""
     compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
     if not compared:
         return []
@@ -155,7 +155,7 @@ def _agreement(scaling: Scaling) -> list[str]:
 
 def _mode_figures(runs: Sequence[CellMeasurement], mode: Mode) -> list[page.Figure]:
     """Plot the speed-up, the efficiency and the parts of a step for all cells of a mode except ceilings."""
-    groups: dict[str, list[CellMeasurement]] = {}  # one line for each engine and tensor size
+    groups: dict[str, list[CellMeasurement]] = {}  # one line for each engine and tensor-parallel size
     for cell in sorted(runs, key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
         groups.setdefault(label, []).append(cell)
@@ -202,7 +202,7 @@ def _curves(groups: Mapping[str, Sequence[CellMeasurement]], *, times_n: bool = 
 
 
 def _step_split(cells: Sequence[CellMeasurement], mode: Mode) -> page.Figure:
-    """Plot the known parts of the mean step of each cell."""
+    """Plot the known parts of each cell's mean step."""
     parts = {name: [number(page.at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
     return page.Figure(

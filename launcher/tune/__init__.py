@@ -23,8 +23,8 @@ class SearchPlan(results.PlanFile):
 def search_output(
     folder: Path, config: Config, settings: dict[str, Any], *may_increase: str
 ) -> Output[SearchPlan]:
-    """Return the output directory of a search. A later call with the same configuration and settings resumes
-    the search; the settings named in `may_increase` may be larger."""
+    """Return the output directory of a search. A later command with the same configuration and settings
+    resumes the search; the settings named in `may_increase` may then be larger."""
     plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
     must_match, increasing = ("config_hash", "settings"), tuple(f"settings.{name}" for name in may_increase)
     return Output(folder, "search", PLAN, plan, must_match, increasing)
@@ -37,7 +37,7 @@ def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def write_tuned(tune: results.TuneFile, tuned: Config | None, out: Path) -> None:
-    """Write tune.json, and tuned.yaml if the search chose a value. Raise OSError if writing fails."""
+    """Write tune.json and, if the search chose a value, tuned.yaml. Raise OSError if writing fails."""
     results.write(out / FILE, tune)
     if tuned is not None:
         files.write_text(out / TUNED, dump_config(tuned))

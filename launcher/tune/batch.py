@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_BUDGETS = 1.25  # no trial starts after the trials have taken this multiple of the budget
 THROUGHPUT_SHARE = 0.85  # share of the budget for memory trials and timed runs; the noise scale gets the rest
-STEPS_SHARE = 0.5  # a size is too slow if the steps of MIN_SIZES runs take more than this share of the budget
+STEPS_SHARE = 0.5  # a size is too slow if its steps in MIN_SIZES runs take more than this share of the budget
 MEMORY_STEPS = 3  # steps of a memory trial
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the steps of the second memory trial
@@ -156,7 +156,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 
 
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
-    """Return the output directory of a search that later calls can resume with an equal or larger budget."""
+    """Return a search's output directory. The search can be resumed later, also with a larger budget."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
     return search_output(folder, spec.config, settings, "budget_s")
 
@@ -185,7 +185,7 @@ class BatchSearch:
         self.memory_trials: list[BatchTrial] = []
         self.trials: list[BatchTrial] = []  # timed trials, in order
         self.sizes: list[int] = []  # micro batches that were timed, ascending
-        self.samples = 0  # sequences per step of a timed trial
+        self.samples = 0  # sequences per step in timed trials
         self.line: throughput.MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
@@ -204,7 +204,7 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, done: list[BatchTrial]) -> BatchTrial:
-        """Add a trial to `done`, with status `over` if it exceeds the memory limit. Then refit `line`."""
+        """Add a trial to `done`, with status `over` if it exceeds the memory limit, and refit `self.line`."""
         peak, limit = trial.peak_gib, self.spec.limit_gib
         if peak is not None and limit is not None and peak > limit:
             reason = f"a rank's peak memory of {format_gib(peak)} exceeds the limit of {format_gib(limit)}"
@@ -222,7 +222,7 @@ class BatchSearch:
     # --- memory
 
     def _measure_memory(self) -> None:
-        """Run a trial with the smallest size and, if possible, one with a larger size. Then fit `line`.
+        """Run a trial with the smallest size and, if possible, one with a larger size, to fit `self.line`.
 
         The larger size is the largest one that is expected to run its steps in at most MEMORY_TRIAL_SHARE of
         the budget and to use at most half of the memory that the smallest size leaves free. The second
@@ -244,7 +244,7 @@ class BatchSearch:
             fits = self.spec.formula_gib(micro) - before_gib <= share * free_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
-        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for this trial and a timed trial
+        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # to start this and a timed trial
         if has_time and (cheap := [micro for micro in larger if is_cheap(micro)]):
             self._memory_trial(cheap[-1])
         if line := self.line:
@@ -286,7 +286,7 @@ class BatchSearch:
     # --- throughput
 
     def _first_round(self, sizes: Sequence[int]) -> None:
-        """Time each size once, ascending. Stop if the next size does not fit in memory or no time is left."""
+        """Time each size once, smallest first. Stop if the next does not fit in memory or no time is left."""
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
         self._log(f"throughput: micro batches {', '.join(map(str, sizes))}; {self.samples} sequences/step")
         for micro in sizes:
@@ -307,7 +307,7 @@ class BatchSearch:
             return
 
     def _more_rounds(self) -> None:
-        """Time the faster half of the sizes again, then the faster half of these, until no time is left."""
+        """Time the faster half of the sizes again, then half of these, while time and MAX_ROUNDS allow."""
         runs = list(self.rates())
         for _ in range(throughput.MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
@@ -347,7 +347,7 @@ class BatchSearch:
         return [trial for trial in self.trials if trial.micro_batch == micro]
 
     def rates(self) -> dict[int, list[float]]:
-        """Return {micro batch: sequences/s of each run at the global batch}. Omit sizes with a failed run."""
+        """Return {micro batch: `throughput.run_rate` of each run}. Omit sizes with a failed run."""
         return {
             micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
             for micro in self.sizes
@@ -385,7 +385,7 @@ class BatchSearch:
     # --- trials: runs of the user's configuration with other batch sizes
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
-        """Run a trial, unless it has already run, and read its records. Raise Stopped after a signal."""
+        """Run a trial, unless it has already run, and read its records. Raise Stopped after a stop signal."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runner.run_one(trial)
         facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
@@ -399,7 +399,7 @@ class BatchSearch:
         return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        """Measure the noise scale over `steps` global batches. Return (seconds of the run, noise scale)."""
+        """Measure the noise scale over `steps` global batches. Return (duration in seconds, noise scale)."""
         trial = self.trial("noise", micro, self.spec.global_size, steps, noise=True)
         outcome, summary = self._runner.run_one(trial), trials.read_summary(trial.directory)
         if outcome.status != "ok" or summary is None or summary.noise_scale is None:
@@ -429,7 +429,7 @@ class BatchSearch:
         """Choose a size from all runs so far. Return None if every size failed."""
         if not (rates := self.rates()):
             return None
-        # on a GPU, choose the fastest size, because nothing else uses the GPU's memory
+        # on a GPU, always choose the fastest size, because memory saved there would remain unused
         share = 1.0 if self.spec.on_gpu else throughput.MIN_SHARE_OF_BEST
         micro, fastest, not_settled = throughput.choose_size(rates, share)
         rate = throughput.mean_rate(rates, micro)

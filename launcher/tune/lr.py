@@ -39,7 +39,7 @@ class LrSearchSpec:
     options: LrOptions
     ranks: int  # ranks per trial
     shards: Path
-    unigram: float | None  # unigram entropy of the data, nats per token; None: unknown
+    unigram: float | None  # unigram entropy of the data in nats per token; None: unknown
     at_a_time: int  # number of concurrent trials
     precision: str  # precision of every trial
 
@@ -92,7 +92,7 @@ def tune_lr(
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
-    """For each rung, return (number of trials, tokens of a trial as a share of those of a whole run)."""
+    """For each rung, return (number of trials, share of a whole run's tokens that each trial trains on)."""
     whole_runs = FINALISTS * options.seeds + 1  # + 1: a neighbour of the best rate
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
@@ -130,7 +130,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
-    """Return the issues with the length of a whole run: `tokens`, else --tokens, else as configured."""
+    """Return issues with a whole run's length: the first of `tokens`, --tokens and `schedule` that is set."""
     tokens = tokens or options.tokens or full_tokens(config)
     if tokens is None and (unit := config.schedule.unit) in schema.METERED:
         message, hint = f"required for a budget in {unit}", "pass the number of tokens of a whole run"
@@ -205,7 +205,7 @@ class LrSearch:
         self.train_rungs(test, tokens)
 
     def train_rungs(self, test: RangeTest, tokens: int) -> None:
-        """Train short runs, then whole runs at the best rates. Raise TrialsFailed if every rate fails."""
+        """Do the short runs, then whole runs at the best rates. Raise TrialsFailed if every rate fails."""
         first = self._open_rung("first", tokens // SHORT_RATIO, self.spec.seeds[:1])
         ladder = lr_search.first_ladder(test, self.spec.options.rates)
         while more := lr_search.next_short_rates(first, ladder, test.edge):
@@ -335,7 +335,7 @@ def step_tokens(config: Config) -> int:
 
 
 def whole_steps(config: Config, tokens: float) -> int:
-    """Round a number of tokens to a multiple of `step_tokens`. Return at least the tokens of one step."""
+    """Round a number of tokens to whole steps of `step_tokens` each, but to at least one step."""
     size = step_tokens(config)
     return max(1, round(tokens / size)) * size
 
@@ -380,7 +380,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return a configuration without checkpoints. Its data is `shards`, so all seeds share a held-out set."""
+    """Return a configuration that saves no checkpoints; all seeds use `shards` and share a held-out set."""
     trial = with_settings(
         config,
         run={"seed": seed},
@@ -393,12 +393,12 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:
-    """Return the settings of `optim` for a learning rate that is not scaled."""
+    """Return the `optim` settings that use `lr` without scaling."""
     return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with this rate, which lr_scaling does not change at its batch size."""
+    """Return the user's configuration with rate `lr`; lr_scaling keeps this rate at the configured batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

@@ -1,4 +1,4 @@
-"""Define the search rules of `tune lr` (divergence edge, rates, runs, choice) and the models of tune.json."""
+"""Define the rules of `tune lr` (divergence edge, rates, runs, choice) and the data models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -13,10 +13,10 @@ from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
 SMOOTHING = 5  # number of consecutive range-test losses that are averaged
-RISE_SHARE = 0.1  # at divergence, the loss rises by more than this share of its earlier fall
-# 8, because by chance alone the lowest of 100 values already lies 2.5 standard deviations below their mean
-RISE_SIGMAS = 8.0  # at divergence, the loss also rises by more than this many standard deviations of noise
-EDGE_RATIO = 4.0  # divergence edge / highest rate of the first ladder (arXiv 1506.01186 uses 3)
+RISE_SHARE = 0.1  # at divergence, the loss exceeds its minimum by more than this share of its earlier fall
+# 8, because the minimum is low by chance: the lowest of 100 values lies 2.5 standard deviations below average
+RISE_SIGMAS = 8.0  # at divergence, also by more than this many standard deviations of the loss's noise
+EDGE_RATIO = 4.0  # divergence edge divided by the highest rate of the first ladder (arXiv 1506.01186: 3 or 4)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
 CLOSE_NATS = 0.03  # a rate is close to the best if its loss is at most this much higher
@@ -28,10 +28,10 @@ Side = Literal["high", "low"]
 class LrOptions(StoredModel):
     """Options of `tune lr`."""
 
-    ranks: int | None = None  # ranks per trial; null: the ranks of one replica
+    ranks: int | None = None  # ranks per trial; null: as many as one replica has
     rates: int = 5
     seeds: int = 3
-    tokens: int | None = None  # tokens of a whole run; null: as configured
+    tokens: int | None = None  # number of tokens in a whole run; null: as configured
     budget_s: float | None = None
     launcher: str = "torchrun"
 
@@ -45,7 +45,7 @@ class RangeTest(StoredModel):
 
 
 class LrTrial(StoredModel):
-    """One run that completes its schedule."""
+    """Result of a trial, a run that is planned to complete its learning-rate schedule."""
 
     name: str
     lr: float
@@ -59,7 +59,7 @@ class LrTrial(StoredModel):
 
     @property
     def score(self) -> float:
-        """Return the held-out loss in nats; infinite if the trial did not succeed."""
+        """Return the held-out loss in nats, or infinity if the trial did not succeed."""
         return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
 
 
@@ -80,11 +80,11 @@ class Rung(StoredModel):
         return [trial.score for trial in self.trials if trial.lr == lr]
 
     def mean(self, lr: float) -> float:
-        """Return the mean score of a rate; infinite if one of its trials did not succeed."""
+        """Return the mean score of a rate, or infinity if any of its trials did not succeed."""
         return statistics.fmean(self.scores(lr))
 
     def ranked(self) -> list[float]:
-        """Return the eligible rates (all trials succeeded), lowest mean score first."""
+        """Return the eligible rates (those whose trials all succeeded), lowest mean score first."""
         return sorted((lr for lr in self.rates if self.mean(lr) < math.inf), key=self.mean)
 
 
@@ -94,19 +94,19 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    # mean over common seeds of (loss of the next best rate - loss of `lr`), in nats; null: no other rate
+    # mean of (loss of the next best rate - loss of `lr`) over the seeds of both, in nats; null: no other rate
     lead: float | None
     edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
     tied: list[float]  # rates that are not significantly worse than `lr`
 
 
 class TuneLr(TuneFile):
-    """Contents of the tune.json of `tune lr`."""
+    """Contents of the tune.json that `tune lr` writes."""
 
     schema_version: Literal[1] = 1
     kind: Literal["lr"] = "lr"
     settings: LrOptions
-    tokens: int | None  # tokens of a whole run; null: the range test has not ended
+    tokens: int | None  # number of tokens in a whole run; null: the range test has not ended
     at_a_time: int  # number of concurrent trials
     range_test: RangeTest | None = None
     rungs: list[Rung] = []  # first: short runs; last: whole runs
@@ -128,8 +128,8 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
     The edge is the lowest rate at which one of these happens:
     - The loss is not finite.
     - A step is skipped. Skipped steps at the start do not count: fp16's loss scale may still be falling.
-    - The mean of the last SMOOTHING losses rises from its minimum by more than RISE_SHARE of its earlier fall
-      and by more than RISE_SIGMAS standard deviations of its noise, estimated from consecutive losses.
+    - The mean of the last SMOOTHING losses exceeds its minimum by more than RISE_SHARE of its earlier fall
+      and by more than RISE_SIGMAS standard deviations of its noise, estimated from successive differences.
     """
     losses: list[float] = []
     smoothed: list[float] = []
@@ -153,8 +153,8 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float 
 
 
 def first_ladder(test: RangeTest, count: int) -> list[float]:
-    """Return `count` rates, each half of the one before. The first is the divergence edge / EDGE_RATIO,
-    rounded down to two digits. If the test found no edge, its highest rate replaces the edge."""
+    """Return `count` rates, each half the one before. The first is the divergence edge divided by EDGE_RATIO,
+    rounded down to two significant digits. If the test found no edge, its highest rate is used instead."""
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
     digit = 10.0 ** (math.floor(math.log10(top)) - 1)
     rounded = float(f"{math.floor(top / digit * (1 + 1e-9)) * digit:.2g}")
@@ -183,11 +183,11 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
 
 
 def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -> list[float]:
-    """Return the next rates to train in the first rung; [] when it is complete.
+    """Return the rates to try next in the first rung, or [] if the rung is complete.
 
-    The ladder comes first. It is then extended by one rate at a time: upwards while the highest rate is the
-    best, and downwards while the lowest rate is the best. If no rate succeeds but one diverges, the ladder is
-    extended downwards too. At most EXTENSIONS rates are added at each end, none of them above the edge.
+    The ladder comes first. It is then extended, one rate at a time: upwards while the highest rate is the
+    best, downwards while the lowest rate is the best. If no rate succeeds but some diverge, the ladder
+    is extended downwards too. At most EXTENSIONS rates are added at each end, none of them above the edge.
     """
     if not first.trials:
         return list(ladder)
@@ -204,9 +204,9 @@ def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -
 
 
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
-    """Return the next (rate, seed) pairs to train in the last rung; [] when it is complete.
+    """Return the (rate, seed) pairs to run next in the last rung, or [] if the rung is complete.
 
-    The best FINALISTS of the first rung come first, with one seed. If all of them fail, the next best rates
+    The best FINALISTS rates of the first rung come first, with one seed. If all fail, the next best rates
     follow, one at a time. Then come the rates on both sides of the best one, with one seed, and then the
     other seeds of the best rate and of up to FINALISTS close rates.
     """
@@ -250,7 +250,7 @@ def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
 
 
 def differences(rung: Rung, lr: float, best: float) -> list[float]:
-    """Return the loss of a rate minus the loss of the best rate, in nats, for each common seed."""
+    """Return the loss of a rate minus the loss of the best rate, in nats, for each seed that both have."""
     scores = {(trial.lr, trial.seed): trial.score for trial in rung.trials}
     both = [seed for rate, seed in scores if rate == lr and (best, seed) in scores]
     return [scores[lr, seed] - scores[best, seed] for seed in both]

@@ -1,4 +1,4 @@
-"""Define the search rules of `tune batch` (sizes, memory, rounds, choice) and the models of tune.json."""
+"""Define the rules of `tune batch` (sizes, memory, rounds, choice) and the data models of tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -37,11 +37,11 @@ class BatchTrial(StoredModel):
     step_s: list[float] = []  # time of each timed step
     forward_backward_s: list[float] = []
     data_wait_s: list[float] = []
-    exposed_s: float = 0.0  # time per step of reductions not overlapping the backward pass; 0: not reported
+    exposed_s: float = 0.0  # reduction time per step that does not overlap the backward pass; 0: not reported
 
     @property
     def peak_gib(self) -> float | None:
-        """Return the highest peak of any rank; None if the run is incomplete."""
+        """Return the highest peak memory of any rank, or None if the run is incomplete."""
         return max(self.peaks_gib, default=None)
 
 
@@ -57,7 +57,7 @@ class MemoryLine(StoredModel):
 
 
 class SizeResult(StoredModel):
-    """Results for one micro batch size. Rates: sequences/s over all ranks at the configured global batch."""
+    """Results for a micro batch size. Rates are sequences/s over all ranks at the configured global batch."""
 
     micro_batch: int
     status: SizeStatus
@@ -68,7 +68,7 @@ class SizeResult(StoredModel):
 
 
 class BatchChoice(StoredModel):
-    """The chosen micro batch. Rates: sequences/s over all ranks at the configured global batch."""
+    """The chosen micro batch. Rates are sequences/s over all ranks at the configured global batch."""
 
     micro_batch: Count
     accumulation: int
@@ -80,7 +80,7 @@ class BatchChoice(StoredModel):
 
 
 class TuneBatch(TuneFile):
-    """Contents of the tune.json of `tune batch`."""
+    """Contents of the tune.json that `tune batch` writes."""
 
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
@@ -149,9 +149,9 @@ Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 
 
 def run_rate(trial: BatchTrial, global_size: int) -> float:
-    """Return the sequences/s that a trial would reach with the global batch.
+    """Return the rate in sequences/s that a trial would reach with the configured global batch.
 
-    The times of the data wait and of the forward and backward passes, without exposed reduction, are scaled
+    The times of the data wait and of the forward and backward passes, excluding exposed reduction, are scaled
     with the number of sequences per step. Reduction and update occur once per step and are not scaled.
     """
     more = global_size / trial.samples - 1
@@ -177,7 +177,7 @@ def deviation(rates: Rates) -> tuple[float, int]:
 
 
 def rate_interval(rates: Rates, micro: int) -> list[float] | None:
-    """Return the 95 % interval of a size's mean rate; None if no size ran twice."""
+    """Return the 95 % interval of a size's mean rate, or None if no size ran twice."""
     sd, degrees = deviation(rates)
     if not degrees:
         return None
@@ -195,7 +195,7 @@ def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int
     """Return (choice, fastest size, unsettled sizes).
 
     The choice is the smallest size whose rate relative to the fastest size, minus one standard error, is at
-    least `min_share`. With a share of 1, the choice is the fastest size. A size is unsettled if the 95 %
+    least `min_share`. If `min_share` is 1, the choice is the fastest size. A size is unsettled if the 95 %
     interval of its rate relative to the choice extends above 1 / `min_share`.
     """
     (sd, degrees), least = deviation(rates), math.log(min_share)

@@ -26,7 +26,7 @@ STEP_LINE_S = 10.0  # minimum time between two step lines on a terminal; elsewhe
 LINE_CHARS = 1000
 MAX_LINES = 50  # maximum number of lines of rank 0's log shown per poll
 ETA_LINES = 20  # number of logged steps used to extrapolate the remaining time
-QUIET_S = 30.0  # without a progress bar, rank 0's activity is printed after this time without output
+QUIET_S = 30.0  # if there is no progress bar, rank 0's activity is printed after this time without output
 ACTIVITIES = {
     "setup": "setting up",
     "compile": "compiling",
@@ -40,8 +40,8 @@ ACTIVITIES = {
 class Display:
     """Context manager that shows the output of rank 0; call `poll` several times a second.
 
-    The output of every other rank is only in its log. Once a rank has failed, nothing more is shown, so that
-    the failure card, which quotes the failed rank's log, comes next.
+    The output of every other rank is only in its log. Once a rank has recorded an error, rank 0's log is
+    no longer shown, because the failure card follows and quotes the failed rank's log.
     """
 
     def __init__(self, run_dir: Path, console: Console, config: Config):
@@ -49,7 +49,7 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # old lines, read again if the file is replaced
+        self._evaluated = set(self._evals.lines()[0])  # old lines, which a replaced file may repeat
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
         self._left_s: float | None = None  # remaining time, estimated at _line_s
@@ -178,12 +178,12 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
 
 
 def left_text(seconds: float | None) -> str:
-    """Format the time left. Return "" if it is unknown or under 1 s: the run may still evaluate and save."""
+    """Format the time left. If it is unknown or under 1 s, return "": the run may still evaluate and save."""
     return "" if seconds is None or seconds < 1 else f"left {formats.format_duration(seconds)}"
 
 
 def heldout_line(line: Mapping[str, Any]) -> str:
-    """Format a line of evals.jsonl for the console. Raises ValueError if the line is damaged."""
+    """Format a line of evals.jsonl for the console. Raise ValueError if the line is damaged."""
     measured = HeldOut.model_validate(line)
     parts = (
         f"step {format_count(line.get('step'))}",

@@ -82,7 +82,7 @@ class RanksEnded(StoredModel):
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times, which come from a clock that is `ahead_ns` ahead, to the local clock."""
+        """Convert the times to the local clock. They come from a clock that is `ahead_ns` ahead of it."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -105,8 +105,8 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, starter_output: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Return the first failure, complete with its log, its consequences and the ranks with the same error;
-    None if no rank failed. An error with `issues` (bad input) takes precedence over other errors."""
+    """Return the first failure, complete with its log, its consequences and the ranks with the same error.
+    Return None if no rank failed. An error with `issues` (bad input) takes precedence over other errors."""
     # a rank killed by a signal records no error; errors of other ranks are consequences of its exit if they
     # come later or only report a lost peer
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
@@ -140,8 +140,8 @@ def first_cause(
 def _unrecorded_exit(
     silent: Sequence[RankExit], starter_output: str, recorded: set[int]
 ) -> tuple[int, int | None] | None:
-    """Return (rank, exit code) of the first failed rank that recorded no error; None if no such rank exists.
-    `silent`: exits of such ranks, in order of time. If the list is empty or its first exit code is None, use
+    """Return (rank, exit code) of the first failed rank that recorded no error, or None if there is none.
+    `silent`: exits of such ranks, sorted by time. If the list is empty or its first exit code is None, use
     the report in `starter_output`. The returned code is None if it is not reported there either."""
     if silent and silent[0].code is not None:
         return silent[0].rank, silent[0].code
@@ -177,7 +177,7 @@ def _consequences(
     errors: Mapping[int, Failure], silent: Sequence[RankExit], causes: set[int | None]
 ) -> list[str]:
     """Describe the failures of ranks that are not in `causes`. In `silent`, ignore exits with code 1
-    or None, and exits caused by SIGTERM, which torchrun sends to the ranks that are left."""
+    or None, and exits caused by SIGTERM, which torchrun sends to the remaining ranks."""
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for each in silent:
         if each.code is not None and each.code not in (-signal.SIGTERM, 1):
@@ -186,7 +186,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add `error`, raised by a write to RUN, to a failure, as its cause if no other cause is known."""
+    """Add to a failure the `error` that a write to RUN raised. Make it the cause if no other is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":
@@ -211,7 +211,7 @@ def crash_stack(text: str) -> list[str]:
 
 
 def read_end(path: Path) -> str:
-    """Read the last TAIL_BYTES of a log, but nothing before the last restart; "" if it cannot be read."""
+    """Read the last TAIL_BYTES of a log, but nothing before the last restart. Return "" if reading fails."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -381,8 +381,8 @@ class MemoryWatch:
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
-    """Return the number of out-of-memory kills so far and the path of their counter; None if there is none.
-    The control group's counter (v2 or v1) is preferred to the machine's counter. It counts all kills of the
+    """Return the number of out-of-memory kills so far and the path of the counter, or None if there is none.
+    The control group's counter (v2 or v1) is preferred to the machine's. The former counts all kills of the
     group's processes, whether a memory limit was reached or the whole machine ran out of memory."""
     counters = [
         group / name

@@ -25,7 +25,7 @@ LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # maximum silence counted per poll; a longer gap means that this process itself was stopped
 ANSWER_S = 3.0  # time limit for the ranks to write their stacks and collectives
 REPORT_AT = 0.8  # collect evidence at this share of the hang limit, so that the report is out by the limit
-PATIENT_S = 300.0  # minimum hang limit in the PATIENT phases, in which a rank may show no progress for long
+PATIENT_S = 300.0  # minimum hang limit in the PATIENT phases, in which progress may pause for a long time
 COMPILING_S = 30.0  # wait before a compiling rank is checked again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Heartbeat()  # heartbeat of a rank that has not started
@@ -39,15 +39,15 @@ WAITS = {
     ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
     ("cuda/__init__.py", "synchronize"): (1, "a synchronization with the device"),
 }
-# source files of torch.compile, which also compiles during steps: finetuning has several padded lengths
+# source files of torch.compile, which also compiles during steps: finetuning pads batches to several lengths
 COMPILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/async_compile.py",
     "torch/_inductor/codecache.py",
     "torch/_inductor/cpp_builder.py",
 )
-BEGUN = ("started", "completed")  # states of collectives started on a GPU; those of gloo stay "scheduled"
-UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # operations whose sizes may differ by rank
+BEGUN = ("started", "completed")  # states of collectives that a GPU has started; gloo's stay "scheduled"
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # operations whose sizes may vary by rank
 
 Collectives = Sequence[Mapping[str, Any]]
 """Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
@@ -120,8 +120,8 @@ class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
     A rank is silent while its heartbeat shows no progress. A run hangs if all ranks are silent for the hang
-    limit, or if one stopped or frozen rank is. This limit is hang_after_s or 3 median step times, whichever
-    is longer. It is at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is
+    limit, or if a single stopped or frozen rank is. The limit is the longer of hang_after_s and 3 median step
+    times. It is at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is
     also at least PATIENT_S while one of them is in a PATIENT phase, and until the first step is done.
     """
 
@@ -140,7 +140,7 @@ class Watch:
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
         """Check the ranks, at most once per LOOK_EVERY_S. Return the hang if the run must be killed.
-        `workers`: rank -> process. `now`: seconds on the monotonic clock; None reads the clock."""
+        `workers`: rank -> process. `now`: seconds on the monotonic clock; None = read the clock."""
         now = time.monotonic() if now is None else now
         if now - self._looked < LOOK_EVERY_S or not workers:
             return None
@@ -180,12 +180,12 @@ class Watch:
         if not started or self._clock_s < self._next_look_s:
             return False  # the workers are starting or compiling, or cannot write heartbeats
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
-            return False  # a node without contact is reported as lost, not as hung
+            return False  # a node that does not respond is reported as lost, not as hung
         limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))
         patient = any(s.phase in PATIENT for s in self._ranks.values()) or not self._steps
         if min(s.silent_s for s in started) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        # a rank may look frozen in set-up: imports and loading may hold the interpreter lock for a long time
+        # a rank may look frozen during set-up: imports and loading may hold the interpreter lock for long
         return any(s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in started)
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
@@ -233,7 +233,7 @@ class Watch:
         return self.hang if self.ends else None
 
     def report_continued(self) -> None:
-        """Report that the run continued. The launcher also calls this if a run ends before the next poll."""
+        """Report that the run continued. The launcher also calls this if a hung run ends without error."""
         self._write([f"the run continues after {self._clock_s - self._hung_since_s:.0f} s without progress"])
         self.hang = None
 
@@ -260,7 +260,7 @@ def look(
 def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
-    """Return (stack, collectives) for each rank of this node; each is empty if not written in ANSWER_S."""
+    """Return (stack, collectives) for each rank of this node. Parts not written within ANSWER_S are empty."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would kill a starting rank
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -283,7 +283,7 @@ def evidence(
 
 
 def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives | None:
-    """Read the collectives that the rank wrote since its last progress; None if it wrote none."""
+    """Read the collectives that the rank wrote since its last progress. Return None if it wrote none."""
     facts = read_json(run_dir / "logs" / f"rank-{snapshot.rank}.collectives.json") or {}
     beat = snapshot.heartbeat
     is_current = (facts.get("pid"), facts.get("progress")) == (beat.pid, beat.progress)
@@ -359,8 +359,8 @@ def compare_collectives(recorded: Mapping[int, Collectives], *, on_gpu: bool = F
     """Find ranks that have not started a collective in which others wait, or that started a different one.
 
     `recorded`: rank -> recent collectives. `on_gpu`: count only collectives that the GPUs have started, not
-    queued ones. With tensor parallelism, a rank may be behind in one group because it waits in another;
-    it is named only if every rank that is behind waits. Return None if the records show no difference.
+    queued ones. With tensor parallelism, a rank may be behind in one group because it waits in another. It
+    is named only if every rank that is behind also waits. Return None if the records show no difference.
     """
     if on_gpu:
         recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
