@@ -86,7 +86,7 @@ class Job:
         return []
 
     def device_warnings(self) -> list[str]:
-        """Return one warning if CUDA_VISIBLE_DEVICES names only unusable GPUs, otherwise an empty list."""
+        """Return one warning if CUDA_VISIBLE_DEVICES names GPUs but selects no usable one, otherwise []."""
         machine = self.machine
         if self.config.run.device == "cpu" or not machine.names_absent_gpus:
             return []

@@ -75,7 +75,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(map(str, self.issues)))
 
     def __reduce__(self) -> tuple[type[Self], tuple[tuple[Issue, ...]]]:
-        return type(self), (self.issues,)  # the default pickles only the message, not the issues
+        return type(self), (self.issues,)  # by default, unpickling would call __init__ with the text
 
 
 def require(module: str, extra: str, what: str) -> Any:

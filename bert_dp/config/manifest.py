@@ -291,7 +291,7 @@ class ExampleSplit(StoredModel):
     """Number of examples that were truncated to the sequence length."""
     has_labels: bool
     in_train: Count | None
-    """Number of examples whose texts occur in the train split, ignoring case and white space; null for it."""
+    """Number of examples whose texts occur in train, ignoring case and white space; null for train itself."""
     baseline: dict[Metric, float | None] | None
     """Metrics of a model that always predicts the most frequent label or mean score of the train split; null
     for that split and for splits without labels. A metric is null if undefined for constant predictions."""

@@ -1,4 +1,4 @@
-"""Find, check, hash and load custom code, which settings specify as `FILE.py:function`. Torch-free."""
+"""Find, check, hash and load custom code that a setting names as `FILE.py:function`. Torch-free."""
 
 import ast
 import importlib.util

@@ -150,8 +150,8 @@ class RunConfig(Section):
     finite. With fp16, 16 more may be skipped, because each skip halves the loss scale, initially 2^16."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Report a hang after this many seconds without progress, with the stack of the rank that the others
-    wait for. The limit is never less than three times the median step time, nor less than 300 s during
-    set-up, compilation and saving."""
+    wait for. The limit is raised to three times the median step time, and during set-up, compilation and
+    saving to at least 300 s."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
@@ -252,7 +252,7 @@ class ModelConfig(Section):
     first_attention_norm: Annotated[bool, OnlyWith("model.norm_position", "pre")] = True
     """false = no norm before the first attention (ModernBERT)."""
     head: Literal["none", "dense"] = "none"
-    """Layers before the tied decoder: none, or dense + GELU + norm (ModernBERT, BERT)."""
+    """Layers before the tied decoder: none, or dense + GELU + norm (as in BERT and ModernBERT)."""
     decoder_bias: bool = False
     """Add a bias for each vocabulary entry to the tied decoder."""
     bias: bool = False
@@ -468,7 +468,7 @@ class ParallelConfig(Section):
     static_graph: bool = False
     """ddp: pass static_graph to torch's DDP, which then assumes that every step runs the same graph."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
-    """fsdp: number of copies of the sharded state (hybrid sharding); a divisor of the number of replicas."""
+    """fsdp: number of copies of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
     """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
@@ -608,7 +608,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the training loss's unit, which is squared error in mse distillation with alpha < 1."""
+        """Return the unit of the training loss. Distillation with mse and alpha < 1 has squared errors."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 

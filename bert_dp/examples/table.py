@@ -98,7 +98,7 @@ class LabelledData:
     metrics: tuple[Metric, ...]
     tables: dict[str, LabelledTable]
     official: bool | None
-    """True if the tables have GLUE's official numbers of rows; None if the task is not from GLUE."""
+    """True if the tables have GLUE's official row counts; None if the task is not from GLUE."""
     logits: NDArray[np.float32] | None = None
     """Teacher's logits [n, L] for the rows of the train split, which then have no labels."""
 
@@ -208,7 +208,7 @@ def read_delimited(
                 fields = fields or [""]
                 yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
     except csv.Error as error:
-        fix = f"close each quote and end each line with LF; {SEPARATOR_FIX}"
+        fix = f"end each line with LF and close each quote; {SEPARATOR_FIX}"
         raise data_error(
             name, "damaged", f"line {end + 1} is not valid {format.upper()} ({error})", fix
         ) from None

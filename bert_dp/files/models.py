@@ -90,7 +90,7 @@ class Failure(StoredFile):
 
     kind: FailureKind = "error"
     message: str
-    """`ExceptionType: message`; without an exception, a description of what happened."""
+    """`ExceptionType: message`, or a description of what happened."""
     rank: int | None = None
     """First rank that failed; null if it is unknown, or if the failure is not specific to one rank."""
     node: str | None = None

@@ -74,7 +74,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every tensor with a gradient, without a host sync."""
+        """Update every tensor that has a gradient, without a host sync."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params and group["splits"] is not None:

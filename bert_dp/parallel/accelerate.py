@@ -32,7 +32,7 @@ class Engine:
         self.dp_rank, self.dp_size = world.rank, world.size
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
-        # accelerate ignores srun's and mpirun's variables on a GPU, and would set the thread count on a CPU
+        # accelerate ignores srun's variables and, on a GPU, mpirun's; on a CPU, it would set the thread count
         os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         # pass no size if bucket_mib is not set: torch then limits the first bucket to 1 MiB

@@ -89,7 +89,7 @@ def train(
         overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-        if not dry_run:  # a trial or an earlier run used this micro batch, so skip the memory estimate
+        if not dry_run:  # a trial or an earlier run used this micro batch, so the estimate must not refuse it
             options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:

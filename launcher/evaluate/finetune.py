@@ -107,7 +107,7 @@ def seeds_report(run_dirs: Sequence[Path]) -> Report:
 class Pretrained(NamedTuple):
     """Pretrained or finetuned model from which finetuning or distillation starts."""
 
-    run: Path  # run directory, checkpoint or hf:DIR, as given by the user
+    run: Path  # absolute path of the given run directory or checkpoint, or hf:DIR
     checkpoint: Path
     step: int  # optimizer step of the checkpoint
     config: Config

@@ -94,7 +94,7 @@ class Environment:
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Return True if CUDA_VISIBLE_DEVICES names only unusable GPUs. "" and "-1" name no GPU."""
+        """Return True if CUDA_VISIBLE_DEVICES names GPUs but selects no usable one. "" and "-1" name none."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property

@@ -111,7 +111,7 @@ class Costs:
     pue: float = 1.0  # data-center power / power of the machines
     grams_per_kwh: float | None = None
     notes: Mapping[str, tuple[Origin, str]] = dataclasses.field(default_factory=dict)
-    """Origin and source of each known cost: `dollars`, `kwh` or `co2_kg`."""
+    """Origin of each known cost, and the source of its figures: `dollars`, `kwh` or `co2_kg`."""
 
     @property
     def per_hour(self) -> dict[str, float | None]:

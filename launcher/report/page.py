@@ -96,7 +96,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """A named series of bar segments: one in the stacked bar of each row of a figure."""
+    """A named series of bar segments. Each row of a figure is a stacked bar with one segment per series."""
 
     label: str
     parts: Sequence[float | None]

@@ -123,7 +123,7 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
 
 
 def _resolve(endpoint: str) -> tuple[str, int]:
-    """Return HOST's IP address and PORT. Raise ConfigError if PORT is invalid or HOST is unknown or local."""
+    """Return HOST's IP address and PORT. Raise ConfigError if either is invalid or HOST is a loopback."""
     host, _, port = endpoint.rpartition(":")
     hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

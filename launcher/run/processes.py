@@ -399,7 +399,7 @@ def send(worker: psutil.Process, number: int) -> None:
 
 
 def kill_tree(workers: Workers) -> None:
-    """Kill the launcher and all workers, which may outlive it. Wait up to KILLED_S for them to exit."""
+    """Kill the launcher and all workers, which may outlive it. Wait for it, then up to KILLED_S for them."""
     tree = {*_tree(workers.launcher), *workers.present()}
     for member in tree:
         send(member, signal.SIGKILL)

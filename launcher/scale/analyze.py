@@ -285,7 +285,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
     if skipped:
         flags.append(f"{skipped} optimizer steps were skipped (non-finite gradients), but their times count")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        flags.append("losses are not compared: the single-rank run has none at the same steps")
+        flags.append("losses are not compared: the single-rank run did not record them at the same steps")
     if cell.loss_agrees is False:
         flags.append(
             f"not the same model: relative loss deviation {cell.loss_deviation} from the single-rank run"

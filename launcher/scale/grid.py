@@ -150,7 +150,7 @@ class Grid:
         ]
 
     def order(self) -> Iterator[tuple[GridCell, int]]:
-        """Yield each (cell, repeat) in execution order, which is the same in every start of the command.
+        """Yield each (cell, repeat) in execution order, which is the same each time the command starts.
 
         Cells are shuffled for each repeat, so that a drift in the machine's speed affects all cells alike.
         """

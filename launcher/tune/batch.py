@@ -426,7 +426,7 @@ class BatchSearch:
     # --- the result
 
     def choice(self) -> throughput.BatchChoice | None:
-        """Choose a size from all runs so far. Return None if every size failed."""
+        """Choose a size based on all runs so far. Return None if every size failed."""
         if not (rates := self.rates()):
             return None
         # on a GPU, always choose the fastest size, because memory saved there would remain unused

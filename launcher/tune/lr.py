@@ -180,7 +180,7 @@ def measure(
 
 
 class LrSearch:
-    """Search for the learning rate. `range_test` and `rungs` contain all measurements, even after a stop.
+    """Search for the learning rate. `range_test` and `rungs` keep all measurements, also if it is stopped.
 
     Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
@@ -245,7 +245,7 @@ class LrSearch:
             hours = config.schedule.hours or 0.0
             tokens = round(hours * 3600 * self._tokens_per_s)
             speed = f"{format_si(self._tokens_per_s, 'tokens/s')} on {count_of(spec.ranks, 'rank')}"
-            reason = f"{hours:g} h at {speed} (measured); to train on more ranks, pass --tokens"
+            reason = f"{hours:g} h at {speed} (measured); if whole runs use more ranks, pass --tokens"
         tokens = whole_steps(config, tokens)
         left_s = math.inf if options.budget_s is None else options.budget_s - self._range_s
         if (whole_s := self._rungs_s(tokens)) > left_s:

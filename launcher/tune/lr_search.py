@@ -208,7 +208,7 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 
     The best FINALISTS rates of the first rung come first, with one seed. If all fail, the next best rates
     follow, one at a time. Then come the rates on both sides of the best one, with one seed, and then the
-    other seeds of the best rate and of up to FINALISTS close rates.
+    other seeds of the best rate and of up to FINALISTS rates with close losses.
     """
     trained = {(trial.lr, trial.seed) for trial in last.trials}
     order, seeds = last.ranked(), last.seeds

@@ -103,7 +103,7 @@ def with_micro(config: Config, micro: int) -> Config:
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return the micro batches, ascending, from which `ranks` ranks can form the configured global batch.
+    """Return, ascending, the micro-batch sizes with which `ranks` ranks can form the global batch.
     Raise ConfigError if there are none."""
     allowed = []
     for micro in divisors(config.batch.global_size):

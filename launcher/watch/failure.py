@@ -82,7 +82,7 @@ class RanksEnded(StoredModel):
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert the times to the local clock. They come from a clock that is `ahead_ns` ahead of it."""
+        """Convert times from a clock that is `ahead_ns` ahead of the local clock to the local clock."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns

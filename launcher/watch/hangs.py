@@ -80,7 +80,7 @@ class RankSnapshot:
 
     @property
     def frozen(self) -> bool:
-        """Return True if the process runs no Python code although no signal stopped it."""
+        """Return True if the process is executing no Python code, although no signal has stopped it."""
         has_begun = self.heartbeat.pid != 0
         return has_begun and not self.stopped and self.unheard_s >= max(UNHEARD_S, self.silent_s / 2)
 
