@@ -89,7 +89,7 @@ def test_a_student_learns_from_a_file_of_logits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("runs/crammed", *OWN), "TEACHER: runs/crammed is a pretrained run"),
+        (("runs/crammed", *OWN), "TEACHER: runs/crammed was pretrained but not finetuned"),
         (("none", *OWN), "TEACHER: none does not exist"),
         (("runs/teacher", *OTHER, "--replace", "none"), "TEACHER: the teacher has labels"),
         (("runs/teacher", *PAIRS, "--replace", "none"), "TEACHER: the teacher has pair False"),
