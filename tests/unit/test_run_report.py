@@ -75,7 +75,11 @@ def test_the_console_is_compact_and_shows_unusual_values(tmp_path: Path) -> None
         ({"heldout": None}, "ok", "held-out loss 6.2500 nats (a context-free"),
         (failed("OOM\nmore"), "fail", "exit code 1): OOM"),
         ({"status": "failed"}, "fail", "cause not recorded"),
-        ({"status": "stopped", "signal": 15}, "warn", "by SIGTERM at step 100, after saving a checkpoint."),
+        (
+            {"status": "stopped", "signal": 15},
+            "warn",
+            "Stopped by SIGTERM at step 100, after saving a checkpoint.",
+        ),
         ({"status": "stopped", "signal": None, "checkpoint": None}, "warn", "by a signal at step 100."),
         ({"heldout": SCORED}, "ok", "step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples."),
         ({"heldout": {**SCORED, "scores": {}}}, "ok", "no score: a logit was not finite on 277 examples."),
