@@ -192,7 +192,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     from bert_dp.model.bert import build_model
     from bert_dp.model.load import compile_parts
     from bert_dp.optim import make_optimizer
-    from bert_dp.parallel.single import Engine
+    from bert_dp.parallel.single import SingleEngine
     from bert_dp.tasks.mlm import MaskedLanguageModel
     from bert_dp.training.devices import choose_precision
     from bert_dp.training.loop import train_step
@@ -212,7 +212,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
         name="adamw", lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP
     )
     run = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
-    engine = Engine(run, read_world({}), device, precision=o.precision, run_dir=Path())
+    engine = SingleEngine(run, read_world({}), device, precision=o.precision, run_dir=Path())
     model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, bare))
     trainer: Any = SimpleNamespace(
         engine=engine,

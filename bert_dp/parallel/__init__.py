@@ -62,11 +62,11 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """Create the engine in bert_dp.parallel.<name>, with a gradient scaler if `precision` is fp16. Raises
+    """Create an engine by bert_dp.parallel.<name>.make, with a gradient scaler if `precision` is fp16. Raises
     ConfigError if a package that the engine needs is not installed."""
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     try:
-        engine: Engine = module.Engine(config, world, device, precision=precision, run_dir=run_dir)
+        engine: Engine = module.make(config, world, device, precision=precision, run_dir=run_dir)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         text, hint = f"{name} needs package {missing}, which is not installed", f"`{install_command(name)}`"

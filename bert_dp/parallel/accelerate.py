@@ -22,7 +22,7 @@ from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
 
-class Engine:
+class AccelerateEngine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
@@ -81,3 +81,6 @@ class Engine:
 
     def scatter_state(self, state: State) -> None:
         write_state(self._model, self._optimizer, self._scaler, state)
+
+
+make = AccelerateEngine

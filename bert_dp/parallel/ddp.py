@@ -29,7 +29,7 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Engine:
+class DdpEngine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
@@ -112,3 +112,6 @@ def reduce_narrow(
     work = dist.all_reduce(narrow, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
+
+
+make = DdpEngine

@@ -30,7 +30,7 @@ BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as in ddp; DeepSpeed would 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Engine:
+class DeepSpeedZero:
     """See `bert_dp.parallel.Engine`. RUN/deepspeed.json contains the configuration passed to DeepSpeed."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
@@ -176,3 +176,6 @@ def settings(config: Config, precision: str) -> dict[str, Any]:
         },
         "timers": {"throughput": {"enabled": False}},  # True would synchronise the device in every step
     }
+
+
+make = DeepSpeedZero

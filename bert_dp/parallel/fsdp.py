@@ -23,7 +23,7 @@ from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.training.process import World
 
 
-class Engine:
+class FsdpEngine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
@@ -99,3 +99,6 @@ class Engine:
         like = self._sharded[name]
         shard = self._tensor.shard(name, whole).to(like.device)
         return distribute_tensor(shard, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+make = FsdpEngine

@@ -1,6 +1,6 @@
 """Train a separate model on each rank, without communication. This measures the throughput with all
 devices busy, which is the upper limit for every engine."""
 
-from bert_dp.parallel.single import Engine
+from bert_dp.parallel.single import make
 
-__all__ = ["Engine"]
+__all__ = ["make"]

@@ -18,7 +18,7 @@ from bert_dp.training.noise import NormPairs
 from bert_dp.training.process import World
 
 
-class Engine:
+class SingleEngine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
@@ -48,3 +48,6 @@ class Engine:
 
     def scatter_state(self, state: State) -> None:
         write_state(self._model, self._optimizer, self._scaler, state)
+
+
+make = SingleEngine

@@ -42,7 +42,7 @@ class Bucket:
     missing: set[str] = field(default_factory=set)
 
 
-class Engine:
+class Zero1Engine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
@@ -189,3 +189,6 @@ def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
         owners[name] = owner
         load[owner] += sizes[name]
     return owners
+
+
+make = Zero1Engine

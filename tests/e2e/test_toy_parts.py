@@ -7,7 +7,7 @@ from tests.e2e.cli import train
 from tests.helpers import logged
 from tests.parity.runs import losses
 
-ENGINE = "from bert_dp.parallel.ddp import Engine\n"
+ENGINE = "from bert_dp.parallel.ddp import make\n"
 OPTIMIZER = """
 import torch
 

@@ -269,13 +269,13 @@ def test_every_step_uses_the_scheduled_learning_rate_and_the_configured_clip(
 ) -> None:
     """All parameter groups and the logged line have the same learning rate."""
     taken: list[tuple[set[float], float]] = []
-    plain = single.Engine.step
+    plain = single.SingleEngine.step
 
     def step(engine: Any, max_norm: float) -> Tensor:
         taken.append(({group["lr"] for group in engine._optimizer.param_groups}, max_norm))
         return plain(engine, max_norm)
 
-    monkeypatch.setattr(single.Engine, "step", step)
+    monkeypatch.setattr(single.SingleEngine, "step", step)
     schedule = {"steps": 5, "name": "linear", "warmup_fraction": 0.2}
     trainer, *_ = train_here(schedule=schedule, optim={"lr": 0.02, "clip": 0.25}, log={"every_steps": 1})
     wanted = [0.02 * lr_factor(trainer.config.schedule, number / 5) for number in range(5)]

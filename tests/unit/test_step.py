@@ -288,13 +288,13 @@ def test_the_dry_run_runs_one_micro_batch_of_each_kind_and_one_evaluation(
 ) -> None:
     """This compiles everything, whereas a step of a large batch may take minutes."""
     config = tiny_run(shards, batch={"global_size": global_size, "micro_size": 4}, eval={"max_sequences": 20})
-    taken, done, plain = list[bool](), list[bool](), single.Engine.accumulate
+    taken, done, plain = list[bool](), list[bool](), single.SingleEngine.accumulate
 
     def accumulate(engine: Any, *, last: bool) -> Any:
         taken.append(last)
         return plain(engine, last=last)
 
-    monkeypatch.setattr(single.Engine, "accumulate", accumulate)
+    monkeypatch.setattr(single.SingleEngine, "accumulate", accumulate)
     with lone_trainer(config, tmp_path) as trainer:
         start, _ = first_state(config, trainer.bare_model, trainer.data, trainer.comm)
         heartbeat: Any = SimpleNamespace(progress=lambda: done.append(True))
@@ -384,7 +384,7 @@ def test_deepspeed_gets_the_settings_of_the_configuration() -> None:
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
     """A GPU without bf16 leads to fp16, which the earlier check of the configuration cannot know."""
     config = make_config(parallel={"engine": "deepspeed"})
-    (line,) = issues_of(deepspeed.Engine, config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
+    (line,) = issues_of(deepspeed.DeepSpeedZero, config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
     assert line.startswith("precision: auto means fp16")
 
 
@@ -392,7 +392,7 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest
     def broken(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
 
-    monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", SimpleNamespace(Engine=broken))
+    monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", SimpleNamespace(make=broken))
     (line,) = issues_of(engine_of, "deepspeed")
     assert "needs package hjson, which is not installed; `pip install 'deepspeed>=" in line
 
@@ -410,10 +410,10 @@ def test_a_deepspeed_version_that_may_step_with_bad_gradients_is_refused(
         monkeypatch.delenv(name)
     settings = (make_config(parallel={"engine": "deepspeed"}), World(0, 0, 4, 2), CPU)
     if is_old:
-        (line,) = issues_of(deepspeed.Engine, *settings, precision="fp32", run_dir=tmp_path)
+        (line,) = issues_of(deepspeed.DeepSpeedZero, *settings, precision="fp32", run_dir=tmp_path)
         assert "install 0.19.8" in line
     else:
-        deepspeed.Engine(*settings, precision="fp32", run_dir=tmp_path)
+        deepspeed.DeepSpeedZero(*settings, precision="fp32", run_dir=tmp_path)
         assert package.ops.__compatible_ops__ == {}, "otherwise it compiles for minutes"
     assert (tmp_path / "deepspeed.json").exists() != is_old
     # otherwise deepspeed runs numactl at every reduction to count the ranks, or looks for a GPU

@@ -321,7 +321,7 @@ def test_tensors_of_a_bucket_begin_at_aligned_addresses() -> None:
     for dtype in (torch.float32, torch.float64):
         sizes = {"bias": (2,), "weight": (5, 7), "norm": (13,), "last": (4, 4)}
         parameters = {name: nn.Parameter(torch.ones(*size, dtype=dtype)) for name, size in sizes.items()}
-        engine = zero1.Engine.__new__(zero1.Engine)
+        engine = zero1.Zero1Engine.__new__(zero1.Zero1Engine)
         engine._parameters, engine._owners = parameters, dict.fromkeys(parameters, 0)
         bucket = engine._make_bucket(list(parameters))
         assert not any(p.data_ptr() % zero1.ALIGNED_BYTES for p in parameters.values())
