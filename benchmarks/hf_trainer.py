@@ -38,6 +38,7 @@ from bert_dp.config import Config, dump_config, load_config, num_masked, peak_lr
 from bert_dp.data.stream import Shards, held_out_batches
 from bert_dp.model.bert import IGNORE
 from bert_dp.tasks.mlm import EVAL_MASK_RATE
+from bert_dp.training.process import exit_process
 from launcher import job
 
 VARIANTS = ("ours", "bert", "modernbert")
@@ -130,7 +131,7 @@ def make_model(name: str, config: Config) -> Any:
 
 
 def train_peer(o: argparse.Namespace) -> None:
-    """Calibrate the number of steps, train for the given time, and write OUT/NAME.json."""
+    """Calibrate the number of steps, train for the given time, write OUT/NAME.json, and exit."""
     from transformers import (
         DataCollatorForLanguageModeling,
         PreTrainedTokenizerFast,
@@ -230,7 +231,7 @@ def train_peer(o: argparse.Namespace) -> None:
             "evals": clock.evals,
         }
         (o.out / f"{o.worker}.json").write_text(json.dumps(variant))
-    dist.destroy_process_group()  # left to the interpreter's exit, gloo's threads sometimes abort the process
+    exit_process(0)
 
 
 def held_out_measure(config: Config, shards: Shards) -> Callable[[Any], float]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bert_dp.training.devices import synchronize
-from bert_dp.training.process import follow_launcher
+from bert_dp.training.process import exit_process, follow_launcher
 
 MEASURE_S = 2.0
 WARM_UP = 5
@@ -32,8 +32,8 @@ def _measure(
     seconds: float,
     interface: str = "lo",
 ) -> None:
-    """Run one rank. Time all-reduces of `sizes` bytes, for about `seconds` each. Rank 0 prints the results.
-    `store`: path of the store's file for ranks on one node, or a store for ranks on two nodes."""
+    """Time all-reduces of `sizes` bytes as one rank, for about `seconds` each, and exit. Rank 0 prints the
+    results. `store`: path of the store's file for ranks on one node, or a store for ranks on two nodes."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     torch.set_num_threads(1)
@@ -50,6 +50,7 @@ def _measure(
             sys.stdout.write(json.dumps(facts) + "\n")
             sys.stdout.flush()
     dist.destroy_process_group()
+    exit_process(0)
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:

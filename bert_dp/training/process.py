@@ -4,6 +4,7 @@ The heartbeat is a memory-mapped file, which the launcher may read. The rank wri
 and never waits for a reader. Torch-free.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
@@ -167,6 +168,15 @@ def follow_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Run the exit handlers and exit with `code`, without finalizing the interpreter. A gloo thread that
+    releases a tensor takes the interpreter lock; if this happens during finalization, the process aborts."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 ALIVE_EVERY_S = 1.0

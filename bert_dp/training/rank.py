@@ -40,6 +40,7 @@ def run_process() -> None:
     if code:  # skip the shutdown of the process group, because peers may have exited
         sys.stdout.flush()
         os._exit(code)
+    process.exit_process(0)
 
 
 def main(

@@ -173,6 +173,22 @@ def test_a_restarted_rank_appends_to_its_log(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_rank_exits_without_finalizing_the_interpreter() -> None:
+    """Its exit handlers run and its output is flushed."""
+    script = (
+        "import atexit\n"
+        "from bert_dp.training.process import exit_process\n"
+        "class Kept:\n"
+        "    def __del__(self): print('finalized', flush=True)\n"
+        "kept = Kept()\n"
+        "atexit.register(print, 'handler')\n"
+        "print('output')\n"
+        "exit_process(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (3, ["output", "handler"])
+
+
 def test_a_rank_exits_if_its_own_launcher_is_gone() -> None:
     """A launcher is also gone if its pid now belongs to another process."""
     script = (
