@@ -294,8 +294,8 @@ def _train(arguments: list[str], directory: Path, quiet: bool, on_log: OnLog | N
 
 
 def _run_verb(arguments: list[str], quiet: bool) -> str:
-    """Run a command that does not train, and return its output. Raises ConfigError, RuntimeError and
-    KeyboardInterrupt."""
+    """Run a command other than train or finetune, and return its output. Raises ConfigError, RuntimeError
+    and KeyboardInterrupt."""
     ended = _follow(arguments, quiet=quiet)
     if ended.interrupted:
         raise KeyboardInterrupt
@@ -388,6 +388,6 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal to the command and all processes in its session, as a terminal does."""
+    """Send a signal to the command and all processes in its process group, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

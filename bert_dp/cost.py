@@ -1,5 +1,5 @@
 """Compute parameter counts, FLOPs, memory estimates and quantiles of Student's t distribution, and look up
-the peak FLOP/s of devices. No other module computes these quantities. Torch-free."""
+the peak FLOP/s of devices. No other module has formulas for these quantities. Torch-free."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def num_parameters(model: ModelConfig, sequence_length: int) -> int:
-    """Count the trainable parameters, including the tied embedding once.
+    """Count the trainable parameters, without a classification head. The tied embedding counts once.
 
     Reference value: 119,589,889 for Crammed BERT with a vocabulary of 32,768 tokens.
     """

@@ -16,8 +16,8 @@ from bert_dp.files import cache_issues, cache_root
 from bert_dp.files.reaper import child_environment, describe_exit_code, module_command
 
 NO_ANSWER = "no answer within"  # start of run_command's error message after a timeout
-KILLED_S = 1.0  # how long a command may take to exit after SIGKILL
-CLEANUP_S = 10.0  # how long a module may take to remove its files and exit after SIGTERM
+KILLED_S = 1.0  # maximum time for a command to exit after SIGKILL
+CLEANUP_S = 10.0  # maximum time for a module to remove its files and exit after SIGTERM
 
 
 def kernel_caches() -> dict[str, str]:

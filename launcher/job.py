@@ -1,8 +1,8 @@
 """Resolve the configuration, devices, data and output directory for verbs that start runs.
 
 A measuring verb (`scale`, `tune`, `eval glue`) runs many trials and locks its output directory. It resumes an
-earlier call only if options, machine, versions and data are the same, because otherwise the results
-would not be comparable.
+earlier call only if machine, versions, data and options are the same (some counts may increase), because
+otherwise the results would not be comparable.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Job:
     name: str  # start of default directory names, for example the configuration file's name without suffix
     config: Config
     machine: Environment
-    allow_code: bool = False  # whether the user's Python files (`task`, `optim.name`) may be executed
+    allow_code: bool = False  # True: the user's Python files (`task`, `optim.name`) may be executed
 
     @property
     def gpus(self) -> int:
-        """Number of visible GPUs that ranks may use; 0 if ranks run on CPU cores."""
+        """Return the number of visible GPUs that ranks may use; 0 if ranks run on CPU cores."""
         return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
 
     def choose_ranks(self, nproc: str) -> int:
@@ -184,7 +184,7 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         message, hint = "scoring needs sklearn and scipy", f"`{install_command('glue')}`"
         issues.append(Issue("objective.name", "needs_package", message, hint=hint))
     if engine == "independent":
-        message = "independent trains a separate model on each rank; only `bert-dp scale` can use it"
+        message = "this engine trains a separate model on each rank; only `bert-dp scale` can use it"
         issues.append(Issue("parallel.engine", "unsupported", message, engine, hint="use ddp"))
     return issues
 

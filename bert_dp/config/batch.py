@@ -73,7 +73,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
 
 def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
     """Return the share of the budget spent so far, in [0, 1]. For a budget in epochs, call with_budget first.
-    `spent`: elapsed seconds for a budget in hours, share spent for one in dollars or kWh, else unused."""
+    `spent`: for a budget in hours, the elapsed seconds; in dollars or kWh, the share spent; else unused."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -98,7 +98,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Return a step's global batch size in sequences. `progress`: budget share spent before the step."""
+    """Return a step's global batch size in sequences. `progress`: share of the budget spent so far."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum

@@ -36,7 +36,7 @@ class EngineFacts:
     waits_in_forward: bool = False
     """True if ranks wait for each other in forward passes, so that a rank's compute time is unknown."""
     master_copy: bool = False
-    """True if each rank keeps a second copy of the weights in its shard (ZeRO stages 1 and 2)."""
+    """True if each rank keeps a second copy of its shard of the weights (ZeRO stages 1 and 2)."""
     whole_gradients: bool = False
     """True if gradients stay whole during accumulation and are sharded in the last micro batch of a step."""
     package: str | None = None
@@ -116,7 +116,7 @@ class OptimizerFacts:
     settings: tuple[str, ...] = ()
     """Fields of `optim` that only this optimizer reads."""
     needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
-    """What the update of a shard needs besides the shard: whole tensors, tensor norms, or a whole replica."""
+    """Data a shard's update needs besides the shard: whole tensors, tensor norms, or a whole replica."""
     matrix_moments: int = 2
     """Optimizer-state values per parameter in the blocks' weight matrices; any other parameter has 2."""
 

@@ -1,5 +1,5 @@
 """Define ConfigError and Issue. An Issue is a problem with a setting, option, file or package. Also read
-untrusted files, which must be regular and of limited size, and state each problem in a file in one line."""
+untrusted files, which must be regular and of limited size, and report each of their problems in one line."""
 
 import contextlib
 import dataclasses

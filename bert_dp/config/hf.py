@@ -108,7 +108,7 @@ def hf_directory(init_from: str | None) -> Path | None:
 def read_hf(directory: Path) -> HfEncoder:
     """Read config.json in `directory`. Raises ConfigError if it is damaged or the model is unsupported."""
     if not directory.is_dir():
-        download = f"hf: takes a local directory; download it with `hf download {directory} --local-dir DIR`"
+        download = f"hf: takes a local directory; create one with `hf download {directory} --local-dir DIR`"
         message = f"{directory} is not a directory"
         raise ConfigError([Issue("run.init_from", "not_found", message, str(directory), hint=download)])
     with refusing("run.init_from", str(directory / "config.json")):
@@ -118,8 +118,8 @@ def read_hf(directory: Path) -> HfEncoder:
     family = settings.get("model_type")
     if family not in FAMILIES:
         reason = "which has no norm after the embedding" if family == "eurobert" else "which is not supported"
-        message = f"{directory}: model_type is {family!r:.80}, {reason}; supported are {', '.join(FAMILIES)}"
-        hint = "if it was exported from a run, use run.init_from=RUN" if family == "eurobert" else None
+        message = f"{directory}: model_type is {family!r:.80}, {reason}; supported: {', '.join(FAMILIES)}"
+        hint = "if the model was exported from a run, use run.init_from=RUN" if family == "eurobert" else None
         raise ConfigError([Issue("run.init_from", "unsupported", message, family, hint=hint)])
     try:
         is_modern = family == "modernbert"
@@ -235,7 +235,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
     if sha is not None and (not own.is_file() or sha in (sha256(own), _exported_tokenizer(directory))):
         return []
     if own.is_file():
-        message = f"the data use a different tokenizer than {directory}"
+        message = f"the data uses a different tokenizer than {directory}"
         hint = f"run `data build --tokenizer {own}` or, if data.sources is set, omit data.tokenizer"
     else:
         message = f"{directory} has no {TOKENIZER}, and a new tokenizer would have different token ids"

@@ -85,7 +85,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # a run saved it
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # a saved config
     return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
@@ -146,7 +146,7 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
             values = level.get(section)
             chosen = [m for m in members if isinstance(values, dict) and values.get(m) is not None]
             if len(chosen) > 1:
-                message = f"{' and '.join(chosen)} are both set"
+                message = f"{' and '.join(chosen)} cannot be combined"
                 issues.append(Issue(section, "conflict", message, hint="keep one"))
             if chosen and isinstance(merged.get(section), dict):
                 # data.path also displaces data.build and data.tokenizer, which were set for data.sources
@@ -182,7 +182,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """Return the section of `key`, created if missing, and the last part of `key`. Raises ValueError."""
     *parents, leaf = key.split(".")
-    if len(parents) > 16:  # no setting has more than three parts
+    if len(parents) > 16:  # limits the nesting; no setting has more than three parts
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     for depth, parent in enumerate(parents, 1):
         tree = tree.setdefault(parent, {})

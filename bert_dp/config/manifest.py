@@ -97,7 +97,7 @@ class BuildRecord(BuildConfig):
 
     sequence_length: int | None = None
     vocab_size: int | None = None
-    """Vocabulary size of a trained tokenizer, or maximum vocabulary size of a given tokenizer."""
+    """Maximum vocabulary size of the tokenizer, trained or given (model.vocab_size)."""
     tokenizer_sha256: str | None = None
     """Hash of the given tokenizer; null if the tokenizer was trained."""
 
@@ -178,7 +178,7 @@ class Manifest(HashedFile):
         return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
 
     def warnings(self, config: Config) -> list[str]:
-        """Return a warning for each setting whose value suits the shards but is probably unintended."""
+        """Return a warning for each setting whose value is allowed but probably unintended."""
         default = BuildConfig()
         warnings = [
             f"data.build.{name}: {value} has no effect; {config.data.path} was built with {was}"
@@ -188,7 +188,7 @@ class Manifest(HashedFile):
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // 128) * 128:  # padding to a multiple of 128 rows makes kernels faster
             excess = f"{rows} is {rows / vocabulary:.1f} times the shards' vocabulary of {vocabulary} tokens"
-            effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
+            effect = f"no token uses the other embedding rows; set model.vocab_size={vocabulary}"
             warnings.append(f"model.vocab_size: {excess}; {effect}")
         sequences, batch = self.train.sequences, config.batch.global_size
         if batch > sequences:
@@ -282,7 +282,7 @@ class ExampleSplit(StoredModel):
     """One split of the examples, in one file. Token counts include <cls> and <sep>."""
 
     source: str
-    """File, or member of an archive, from which the examples were read."""
+    """File, member of an archive, or hub data set from which the examples were read."""
     file: BaseName
     sha256: Sha256
     examples: int = Field(ge=1, lt=2**63)

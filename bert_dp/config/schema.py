@@ -134,8 +134,9 @@ class RunConfig(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
     """auto = all GPUs of the machine, or the CPU if the machine has no GPU."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
-    """Use a fixed order of additions on GPUs, so that a resumed run is bit-equal to an uninterrupted one.
-    This slows down training on GPUs. CPUs always use a fixed order."""
+    """Use a fixed order of additions on GPUs, so that a run resumed with the same number of ranks and the
+    same micro batch is bit-equal to an uninterrupted one. This slows down training on GPUs. CPUs always
+    use a fixed order."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Source of the initial weights: a checkpoint, a run directory, or hf:DIR. DIR contains a BERT, RoBERTa
     or ModernBERT in transformers format; it also supplies the model settings and the tokenizer. Counters and
@@ -147,17 +148,17 @@ class RunConfig(Section):
     its step count, as in phase 2 of pretraining with LAMB. moments requires the same optimizer and shapes."""
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
     """Stop the run after this many consecutive skipped steps. A step is skipped if its gradients are not
-    finite. With fp16, 16 more may be skipped, because each skip halves the loss scale, initially 2^16."""
+    finite. With fp16, 16 more are allowed, because each skip halves the loss scale, which starts at 2^16."""
     hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Report a hang after this many seconds without progress, with the stack of the rank that the others
-    wait for. The limit is raised to three times the median step time, and during set-up, compilation and
-    saving to at least 300 s."""
+    wait for. The limit is at least three times the median step time and, during set-up, compilation and
+    saving, at least 300 s."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Dollars per device-hour, for schedule.dollars and the cost in the summary."""
     watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
     """Mean power of a device in watts, used if the energy counters cannot be read."""
     pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
-    """Power usage effectiveness: power of the building / power of its machines. All kWh values include it."""
+    """Power usage effectiveness: total facility power / IT equipment power. All kWh values include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """Grams of CO2 per kWh from the local grid, for the summary; null = CO2 is not estimated."""
     end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
@@ -168,9 +169,10 @@ class BuildConfig(Section):
     """Options for building shards from a corpus (`data build`, or `data.sources` on first use)."""
 
     normalize: Annotated[bool, OnlyWith("data.tokenizer", None)] = True
-    """Normalize text in the tokenizer: apply NFKD and lower case; replace white space, dashes, quotes and
-    ligatures with ASCII; drop all other non-ASCII characters (accents, other scripts); collapse spaces. The
-    build fails if a source loses over 20 % of its letters or has over 20 % unknown tokens."""
+    """Normalize text in the tokenizer: apply NFKD; lowercase; replace white space, dashes, quotes,
+    ligatures and most symbols with ASCII; drop all other non-ASCII characters (accents, other scripts);
+    collapse spaces. The build fails if a source loses over 20 % of its letters or has over 20 % unknown
+    tokens."""
     tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", None)] = (
         "wordpiece"
     )
@@ -192,15 +194,16 @@ class BuildConfig(Section):
     """Field of a JSON record, or column of a Parquet file or hub data set, that contains the text. a.b is
     field b of object a."""
     documents: Literal["line", "blank_line"] = "line"
-    """What ends a document in plain text: line = the end of each line; blank_line = a blank line. A
-    document is never divided between the splits, so blank_line keeps the lines of a paragraph together."""
+    """Document separator in plain text: line = the end of each line; blank_line = a blank line. A
+    document is never divided between training and held-out data, so blank_line keeps the lines of a
+    paragraph together."""
 
 
 class DataConfig(Section):
     path: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Directory of shards built by `bert-dp data build`."""
     sources: Annotated[tuple[PathText, ...] | None, OneOrMore, FREE_ON_RESUME] = None
-    """Files, globs, `hub:NAME`, or `builtin` (CPython's documentation). Shards are built once and cached."""
+    """Files, directories, globs, `hub:NAME` or `builtin` (CPython's documentation). Shards are cached."""
     tokenizer: Annotated[PathText | None, OnlyWith("data.sources")] = None
     """Existing tokenizer.json; null = train a tokenizer on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
@@ -217,7 +220,7 @@ class DataConfig(Section):
 
 class ModelConfig(Section):
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
-    """Number of rows of the token embedding, and size of the tokenizer if one is trained."""
+    """Number of rows of the token embedding, and maximum size of the tokenizer."""
     hidden_size: int = Field(768, ge=8, le=2**17)
     num_layers: int = Field(16, ge=1, le=10_000)
     num_heads: int = Field(12, ge=1, le=2**17)
@@ -256,7 +259,8 @@ class ModelConfig(Section):
     decoder_bias: bool = False
     """Add a bias for each vocabulary entry to the tied decoder."""
     bias: bool = False
-    """Add biases to all linear layers except the key projections, whose bias has a gradient of zero."""
+    """Add biases to all linear layers except the key projections. Without rotary positions, a key bias has no
+    effect."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Dropout probability for the embedding, the attention output and the MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
@@ -315,7 +319,7 @@ class FinetuneConfig(Section):
     """recipe = dense, tanh, dropout, linear; native = the head of the transformers class to which the encoder
     can be exported; auto = native if there is a matching class, else recipe."""
     head_size: Annotated[int, OnlyWith("finetune.head", "auto", "recipe")] = Field(1024, ge=1, le=2**17)
-    """Width of the dense layer in the recipe head."""
+    """Width of the dense layer in the recipe head, or in a BiLSTM's head."""
     pooling: Literal["cls", "mean"] = "cls"
     """Input of the head: cls = the output for the first token; mean = the mean output for all tokens."""
 
@@ -332,8 +336,8 @@ class DistillConfig(Section):
     logits: PathText | None = None
     """Directory with the teacher's logits for every training example, written by `bert-dp distill`."""
     loss: Literal["mse", "kl"] = "mse"
-    """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the KL divergence
-    of the student's softmax from the teacher's (arXiv 1503.02531), only for single_label tasks."""
+    """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x
+    KL(teacher || student) of the softmax outputs (arXiv 1503.02531), only for single_label tasks."""
     temperature: Annotated[float, OnlyWith("distill.loss", "kl")] = Field(1.0, gt=0, le=1000)
     """Number by which the logits of student and teacher are divided before the softmax."""
     alpha: float = Field(0.0, ge=0, le=1)
@@ -347,8 +351,9 @@ class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas, independent of the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward pass. With auto, `bert-dp train` first makes short
-    runs to choose a size, as `bert-dp tune batch` does, and saves the size in the run's configuration."""
+    """Sequences per replica in one forward/backward pass. On one node, `bert-dp train` also accepts auto: it
+    first makes short runs to choose a size, as `bert-dp tune batch` does, and saves the size in the run's
+    configuration."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Length of the linear batch ramp as a share of the budget; 0 = no ramp. At share f of the budget, the
     batch is ramp_quantum x (1 + floor(f x global_size / (ramp_fraction x ramp_quantum))), up to global_size.
@@ -380,7 +385,7 @@ class ScheduleConfig(Section):
     """Budget in hours on rank 0's clock, from the first step on; set-up does not count."""
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
     """Budget in passes over the training sequences. The run's saved configuration gives the same budget in
-    tokens or, for finetuning, in steps."""
+    tokens or, for finetuning and distillation, in steps."""
     dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
     """Budget in dollars at run.price_per_device_hour, over all starts of the run. The whole time that
     the launcher runs is charged."""
@@ -457,18 +462,19 @@ class OptimConfig(Section):
 
 class ParallelConfig(Section):
     engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
-    """auto = single on one rank, ddp on several. independent = every rank trains a separate model without
-    reductions. `scale` uses it to measure the throughput without communication; `train` refuses it."""
+    """auto = single on one rank, ddp on several. independent = no reductions: every rank trains a separate
+    model. `scale` uses it to measure the throughput without communication; `train` refuses it."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Number of ranks per replica (Megatron-style tensor parallelism). Engines: ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
-    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (DDP's first bucket: 1)."""
+    """ddp, zero1 and accelerate: size of a reduction bucket in MiB; null = 25 (1 for DDP's first bucket)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
     """ddp: data type of reduced gradients; full = the parameters' precision; fp16 needs `precision: fp16`."""
     static_graph: bool = False
     """ddp: pass static_graph to torch's DDP, which then assumes that every step runs the same graph."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
-    """fsdp: number of copies of the sharded state, each on dp / fsdp_replicas ranks (hybrid sharding)."""
+    """fsdp: number of copies of the sharded state (hybrid sharding). With dp = ranks / parallel.tensor, each
+    copy is sharded over dp / fsdp_replicas ranks."""
     zero_stage: int = Field(1, ge=0, le=3)
     """deepspeed: state that ZeRO shards; 0 = none, 1 = optimizer, 2 = also gradients, 3 = also parameters."""
     activation_checkpointing: bool = False
@@ -485,7 +491,7 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints; 0 = off. The interval increases if saving would stall training for over
     1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
-    """Number of newest checkpoints to keep; 0 = write no checkpoints, so that the run cannot resume."""
+    """Number of newest checkpoints to keep; 0 = write no checkpoints, so the run cannot resume."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
     """Action if a checkpoint cannot be saved. continue = keep training and retry at the next checkpoint; stop
     = end the run with status failed. A run that cannot save its first or last state always fails."""
@@ -504,9 +510,9 @@ class LogConfig(Section):
     step_times: bool = False
     """Also write the step times of every rank to steps/rank-N.jsonl."""
     noise_scale: bool = False
-    """Write each step's squared gradient norms at two batch sizes, before clipping, to noise.jsonl. Write the
-    gradient noise scale of the last 200 steps, in sequences, to summary.json. Engines: single, ddp and zero1,
-    without tensor parallelism. A single replica needs at least two micro batches per step."""
+    """Write each step's squared gradient norms at two batch sizes, before clipping, to noise.jsonl, and
+    the gradient noise scale (in sequences) over the last 200 steps to summary.json. Engines: single, ddp and
+    zero1, without tensor parallelism. A single replica needs at least two micro batches per step."""
     to: Annotated[tuple[Logger, ...], OneOrMore] = ()
     """Services that also receive the run's records. Each needs the extra of the same name. Records stay on
     this machine unless environment variables configure a server."""
@@ -536,7 +542,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto = bf16 if every rank's device has bf16 matrix products (GPUs since Ampere, CPUs with avx512_bf16
+    """auto = bf16 if every rank's device has bf16 instructions (GPUs since Ampere, CPUs with avx512_bf16
     or amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. Resuming keeps the precision."""
     compile: Annotated[Literal["auto", "on", "off"], FREE_ON_RESUME] = "auto"
     """Use torch.compile; auto = only on GPUs."""
@@ -608,7 +614,7 @@ class Config(Section):
 
     @property
     def training_loss_unit(self) -> Literal["nats", "squared error"]:
-        """Return the unit of the training loss. Distillation with mse and alpha < 1 has squared errors."""
+        """Return the unit of the training loss. Distillation with mse and alpha < 1 uses squared error."""
         by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
         return "squared error" if by_mse else self.loss_unit
 

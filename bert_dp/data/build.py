@@ -4,7 +4,7 @@ A build reads the sources three times: to hash them, to sample text for training
 tokenize them. The second read is skipped if a tokenizer is given. Memory holds two copies of the sample (at
 most 2^27 characters each) and a few batches per process. Exact dedup adds 8 bytes per document (24 while it
 merges two arrays), near dedup about 2 kB. A lock prevents concurrent builds in one output directory. The
-shards are written to a temporary directory. Once complete, it replaces the output directory. The
+shards are written to a temporary directory, which replaces the output directory once complete. The
 launcher runs `python -m bert_dp.data.build` to build or find shards; the command prints their directory.
 """
 
@@ -435,7 +435,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def run_command(answer: Callable[[], str]) -> int:
     """Print the result of `answer`, and return exit code 0. On ConfigError, print the issues as JSON and
-    return 2. On other failures, print a line to stderr and return 1. On a signal, return 128 + its number."""
+    return 2. On OSError or RuntimeError, print it and return 1. On a signal, return 128 + its number."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()

@@ -245,7 +245,7 @@ class Source:
     text_field: str = "text"
     """Key of the text in a record or row, or a path of nested keys such as a.b."""
     documents: str = "line"
-    """What ends a document in a text file: line = the end of each line; blank_line = a blank line."""
+    """Document separator in a text file: line = the end of each line; blank_line = a blank line."""
 
 
 def resolve(sources: Sequence[str], options: BuildConfig, out: Path | None = None) -> list[Source]:

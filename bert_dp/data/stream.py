@@ -95,7 +95,7 @@ def mask(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Choose exactly `num_masked` = K positions per row, and corrupt them 80/10/10 with deterministic counts.
 
-    Of the K positions, round(K / 10) get a random ordinary token, round(K / 10) keep their token, and the
+    Of the K positions, K / 10 (halves round up) get a random ordinary token, as many keep theirs, and the
     rest get <mask>. For K = 32 the counts are 3, 3 and 26, as in the cramming recipe. For K = 16 they are 2,
     2 and 12, that is, 12.5, 12.5 and 75 %. Returns ids [B, S], flat positions [B * K], labels [B * K].
     """

@@ -234,8 +234,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Return the tokenizer at `path`, with padding and truncation off, such that it adds the special tokens
-    that finetuning uses. Return None if the tokenizer at `path` needs no change."""
+    """Return the tokenizer at `path`, changed so that it neither pads nor truncates and adds the special
+    tokens that finetuning uses. Return None if it needs no change."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()

@@ -227,7 +227,7 @@ def batches(lengths_N: NDArray[np.int64], max_tokens: int) -> Iterator[NDArray[n
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
-    """For regression, return the `score`. Otherwise, return the `probabilities` of all labels by name, and
+    """Return the `score` for regression. Otherwise, return the `probabilities` of all labels by name, and
     the most probable `label` or, for multi_label, all `labels` with a probability above 50 %."""
     if finetune.kind == "regression":
         return {"score": round(float(logits_L[0]), DIGITS)}

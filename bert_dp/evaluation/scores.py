@@ -54,7 +54,7 @@ def majority(
 
 
 def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    """For each metric defined for `kind`, return a function that computes it from labels and logits."""
+    """Return, for each metric that `kind` allows, a function that computes it from labels and logits."""
     if kind == "regression":
         stats = require("scipy.stats", "glue", "scoring")
 

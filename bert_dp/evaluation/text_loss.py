@@ -179,7 +179,7 @@ class TextLoss(StoredModel):
     """For each source, its name, size in bytes, SHA-256 and number of documents."""
     documents: Count
     documents_without_tokens: Count
-    """Number of documents for which the tokenizer produces no token; only their separators are evaluated."""
+    """Number of documents for which the tokenizer produces no token; each has only its separator."""
     tokens: Count
     """Number of tokens, including a separator after each document."""
     words: Count
@@ -221,7 +221,7 @@ def text_loss(
         hint = "choose a run whose tokenizer supports the writing system of the text"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        message = f"none of the {len(text.ids_T)} tokens is in the {EVAL_MASK_RATE:.0%} drawn for prediction"
+        message = f"none of the {len(text.ids_T)} tokens was drawn for prediction (rate {EVAL_MASK_RATE:.0%})"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="pass more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)

@@ -1,8 +1,8 @@
 """Make the transfer set for distillation. Torch-free.
 
 The set consists either of labelled examples and their augmented copies, as in Tang et al. 2019 (arXiv
-1903.12136), or of texts and a teacher's logits, read from a file. The seed, the example's number and the
-copy's number determine all random choices for a copy.
+1903.12136), or of texts and a teacher's logits, read from a file. All random numbers
+for a copy depend only on the seed, the example and its number, and the copy's number.
 """
 
 import collections
@@ -156,10 +156,10 @@ class LogitsData:
             if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers) or not numbers:
                 raise data_error(self.file, "damaged", f"{place}: logits are not a list of finite numbers")
             if len(numbers) != outputs:
-                message = f"{place}: {len(numbers)} logits instead of {outputs}, one per label"
+                message = f"{place}: {len(numbers)} logits instead of {outputs}, one per model output"
                 raise data_error(self.file, "conflict", message)
             if len(columns) == 1 and "text_pair" in record:
-                raise data_error(self.file, "conflict", f"{place} is a pair, but the train split has none")
+                raise data_error(self.file, "conflict", f"{place} is a pair, but train contains no pairs")
             rows.append(Row(place, texts, None))
             logits.append(numbers)
         if not rows:

@@ -47,7 +47,7 @@ class GlueDefinition:
     header: tuple[str, ...] = ()
     """Columns of the train and dev files if they lack a header; empty = they have one."""
     other_train_rows: int = 0
-    """Another number of rows with which train.tsv counts as complete; 0 = none."""
+    """Alternative number of rows of a complete train.tsv; 0 = none."""
 
     @property
     def kind(self) -> LabelKind:
@@ -152,7 +152,7 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
         with tarfile.open(place) as archive:
             for count, member in enumerate(archive):
                 if count == MAX_MEMBERS:
-                    raise data_error(str(place), "damaged", f"over {count} entries", "pass a tar of GLUE")
+                    raise data_error(str(place), "damaged", f"over {count} entries", "pass a GLUE archive")
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
                 if wanted and wanted[0] not in found and member.isreg():  # links are not followed
                     if content and member.size > MAX_FILE_BYTES:
@@ -186,7 +186,7 @@ def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
             elif split == TRAIN:
                 left_out += 1
             else:
-                message = f"{place} has fewer fields than the header"
+                message = f"{place} has fewer fields than the table has columns"
                 raise data_error(name, "damaged", message, "download the file again")
     except UnicodeDecodeError as error:
         raise data_error(name, "damaged", f"not UTF-8 ({error.reason})", "download the file again") from None

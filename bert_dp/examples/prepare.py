@@ -126,7 +126,7 @@ class ExampleEncoder:
                 yield [self._joined(text, encoded) for text in example]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
-        """Return the ids of `text`: the next encodings in `pieces`, with its marks' ids between them."""
+        """Join the next encodings in `pieces`, with the ids of the marks in `text` between them."""
         ids = list(next(pieces).ids)
         for mark in filter(self.marks.__contains__, text):
             ids += [self.marks[mark], *next(pieces).ids]
@@ -285,8 +285,8 @@ def _build(
 def _baseline(
     labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
-    """Score the constant prediction of `majority` on a split. Return None for the train split and for
-    splits without labels."""
+    """Return the scores that `majority` computes for a split, or None for the train split and for splits
+    without labels."""
     if split == TRAIN or split not in labels:
         return None
     scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
@@ -334,7 +334,7 @@ def summary(manifest: ExamplesManifest) -> str:
         }
         notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         parts.append(f"{name} {split.examples:,} examples ({notes})")
-    official = {None: "", True: "; row counts match GLUE", False: "; a subset, so scores are not GLUE scores"}
+    official = {None: "", True: "; row counts match GLUE", False: "; row counts do not match GLUE"}
     return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 

@@ -115,12 +115,12 @@ class CustomData:
     """True = use the column PAIR as the second text if the train split has this column."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings, and the path, size and modification time of each file. Raises ConfigError."""
+        """Return the settings, and the identity of each source (see readers.identity). Raises ConfigError."""
         files = {split: readers.identity(_source(name)) for split, name in self.files.items()}
         return dataclasses.asdict(self) | {"files": files}
 
     def read(self, *, train_only: bool) -> LabelledData:
-        """Read and check every file or, if `train_only`, only that of the train split. Raises ConfigError."""
+        """Read and check every file, or only the train file if `train_only` is true. Raises ConfigError."""
         columns, kind = self.columns, self.kind or "single_label"
         train = read_table(self.files[TRAIN], columns, TRAIN, kind, finds_pair=self.finds_pair)
         if len(train.rows[0].texts) > len(columns.texts):
@@ -134,7 +134,7 @@ class CustomData:
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
 ) -> LabelledTable:
-    """Read the rows of a file. In the test split, either all rows must have labels or none.
+    """Read the rows of a file. In the test split, either all rows or no rows may have labels.
     `finds_pair`: use the column PAIR, if it exists, as the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
@@ -248,7 +248,7 @@ def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
 
 
 def _name(value: Any) -> str:
-    """Convert a value to a label name. Equal whole numbers get one name: 0, 0.0 and "0.0" become "0"."""
+    """Convert a value to a label name. Equal whole numbers get the same name: 0, 0.0 and "0.0" become "0"."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and math.isfinite(value):
@@ -358,7 +358,7 @@ class Examples:
         with refusing(str(path), hint=manifest.hint):
             data = read_regular(path, MAX_BYTES)
             if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise ValueError("its SHA-256 is not the one in the manifest")
+                raise ValueError("its SHA-256 does not match the manifest")
             try:
                 arrays = safetensors.numpy.load(data)
                 examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))

@@ -72,7 +72,7 @@ class ExportCheck(StoredModel):
     not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
     """Names of parameters that are missing, unexpected or of the wrong shape in model.safetensors."""
     again: float
-    """Largest absolute difference between the outputs before and after the model is saved and reloaded."""
+    """Largest absolute difference in the outputs after a reload (hf and onnx: after saving a copy)."""
     versions: dict[str, str]
     """Versions of Python and of the packages that loaded the exported model."""
 
@@ -131,9 +131,9 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
         if files.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
     if run is not None:
-        message = f"{run} does not have the weights that were exported at step {exported.step}"
+        message = f"{run} does not contain the exported weights of step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
-    message = f"no run {exported.run} in this folder, DIR's parent or their runs folders has DIR's weights"
+    message = f"no run {exported.run} with DIR's weights in this folder, DIR's parent or runs/ in either"
     raise ConfigError([Issue("--run", "not_found", message, hint="pass the directory of the run")])
 
 

@@ -1,6 +1,6 @@
 """Convert bert-dp's models to transformers classes, without importing transformers.
 
-ModernBERT has the same parameter names as bert-dp. EuroBERT has no norm after its embedding, so bert-dp's
+ModernBERT has most of bert-dp's parameter names. EuroBERT has no norm after its embedding, so bert-dp's
 norm is applied to every row of the exported embedding table, and the decoder keeps the original table.
 RoBERTa and RobertaPreLayerNorm count positions from pad_token_id + 1. Their layers, like those of BERT,
 always have a bias, which is zero if bert-dp's model has none. Axes: as in bert_dp.model.bert.

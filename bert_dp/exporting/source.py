@@ -136,7 +136,7 @@ def export(
 
 
 def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
-    """Return the contents of export.json for `source`, without the hashes of the files."""
+    """Return the contents of export.json for `source`, with `files` empty."""
     return Exported(
         format=form,
         kind=source.kind,
@@ -201,7 +201,7 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Suppress exporter warnings about missing packages, CUDA libraries, deprecations and other formats."""
+    """Suppress all warnings. The exporters warn about missing packages, CUDA libraries and deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

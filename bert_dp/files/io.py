@@ -103,14 +103,14 @@ def printable(text: str) -> str:
 
 
 def without_folders(word: str) -> str:
-    """Shorten each absolute path in an argument of a command to the last component of the path."""
+    """Shorten each absolute path in a command-line argument to its last component."""
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
 # environment variables that the launcher sets for its workers; workers that a user starts do not need them
 INIT_FILE = "BERT_DP_INIT_FILE"  # rendezvous file; if unset, ranks use env:// (MASTER_ADDR, MASTER_PORT)
 HEARTBEATS = "BERT_DP_HEARTBEATS"  # heartbeat directory on a local disk; default: RUN/heartbeats
-LOG_DIR = "BERT_DP_LOG_DIR"  # directory of rank-N.log and rank-N.error.json
+LOG_DIR = "BERT_DP_LOG_DIR"  # directory for rank-N.log and rank-N.error.json
 STARTED_AGAIN = "-- started again --"  # line in a log before the output of a restart
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # start time of the launcher; see start_ticks
@@ -146,7 +146,7 @@ def cache_root() -> Path:
 
 
 def cache_issues() -> list[Issue]:
-    """Return one issue if the cache exists and another user can change it, otherwise an empty list."""
+    """Return one issue if the cache belongs to another user (not root) or is world-writable, otherwise []."""
     root = cache_root()
     if not root.exists():
         return []

@@ -82,7 +82,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Write a text (or its parts, in order) atomically: rename a temporary file in the same directory."""
+    """Write text (or its parts, in order) atomically: rename a temporary file in the same directory."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -108,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def parse_json(text: bytes | str) -> Any:
     """Parse JSON in UTF-8. Raises ValueError for invalid JSON, for integers of MAX_WHOLE or more, and for
-    more than 32 levels of nesting."""
+    32 or more levels of nesting."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
     except (ValueError, RecursionError) as error:

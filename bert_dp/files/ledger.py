@@ -92,7 +92,7 @@ class Spent(StoredModel):
 
 
 class Start(Spent):
-    """Ledger entry for a start, or for a part of a start if a restart changed the number of devices."""
+    """Ledger entry for a start; restarts that change the number of devices split a start into entries."""
 
     began: str
     devices: int
@@ -105,7 +105,7 @@ class LedgerFile(StoredModel):
     starts: list[Start] = []  # noqa: RUF012 (pydantic copies mutable defaults)
     dollars_per_s: float | None = None
     kwh_per_s: float | None = None
-    """`dollars_per_s` and `kwh_per_s` are means since the newest entry began."""
+    """`dollars_per_s` and `kwh_per_s` are averages since the newest entry began."""
     at_s: float = 0.0
     """time.monotonic() when the file was written."""
 
@@ -234,8 +234,8 @@ class Ledger:
 
 
 class Spending:
-    """Reader of the spent share of a budget in dollars or kWh. The share reaches 1 when only a reserve is
-    left: `end_s` seconds for saving and closing the run, and `evaluation_s` seconds for an evaluation."""
+    """Reader of the spent share of a budget in dollars or kWh. The share reaches 1 when the rest
+    only covers `end_s` seconds for saving and closing the run, plus `evaluation_s` for an evaluation."""
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
         self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s

@@ -1,5 +1,5 @@
 """Define the contents of files in a run directory, for their writers (ranks, launcher) and readers. Unknown
-keys are ignored, and missing keys get default values. Torch-free."""
+keys are ignored, and missing optional keys get default values. Torch-free."""
 
 # ruff: noqa: RUF012 (pydantic copies mutable defaults)
 
@@ -188,7 +188,7 @@ class HeldOut(StoredModel):
     """Finetuning: number of dev examples."""
     scores: dict[str, FiniteOrNone] | None = None
     """Finetuning: "split/metric" -> score in the metric's unit. A score is missing if a logit was not finite,
-    and null if its metric is undefined, as is a correlation with a constant."""
+    and null if its metric is undefined, for example a correlation with a constant."""
     baseline: dict[str, FiniteOrNone] = {}
     """Finetuning: scores of a constant prediction: the most frequent label (single_label), the most
     frequent value of each label (multi_label) or the mean score (regression) in the train split."""
@@ -269,12 +269,12 @@ class Summary(StoredFile):
     straggler_ratio: FiniteOrNone = None
     """`ratio` of the slowest rank, as in `Straggler`; null if it is undefined, for example with one rank."""
     straggler: Straggler | None = None
-    """Set if `straggler_ratio` is above STRAGGLER_RATIO and enough steps were measured."""
+    """Null unless `straggler_ratio` is above STRAGGLER_RATIO and enough steps were measured."""
     time_s: dict[str, float] = {}
     """Rank 0's seconds in setup, compile, train, data_wait, forward_backward, optimizer, eval and save.
     `save` counts only the time that training waits for checkpoints."""
     spent: Spent | None = None
-    """Dollars, kWh and CO2 of all starts, as recorded by the launcher."""
+    """Dollars, kWh and CO2 of all starts, as recorded in ledger.json."""
     command_s: FiniteOrNone = None
     """Seconds from the start of the command to the exit of the last rank, measured by the launcher."""
     bucket_bytes: list[int] = []
@@ -316,7 +316,7 @@ class GpuMemory(StoredModel):
 
 
 class RecordedEnvironment(StoredFile):
-    """Fields of environment.json that the advice after a failure uses. The launcher writes the whole file."""
+    """Fields of environment.json that the advice after a failure uses. The file has other fields as well."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None

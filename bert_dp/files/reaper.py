@@ -1,4 +1,4 @@
-"""Start bert-dp modules as child processes, and kill them if the calling process is killed. Torch-free."""
+"""Build commands for child processes, and kill the children if this process is killed. Torch-free."""
 
 import contextlib
 import inspect
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # names the file to which commands write issues for the Python API
+ISSUES_FILE = "BERT_DP_ISSUES"  # path of the file to which commands write issues for the Python API
 PATIENCE_S = 1.0  # seconds given to the ranks to exit by themselves after the launcher has ended
 SEARCH_S = 5.0  # time limit in seconds for finding and killing processes, which may start others meanwhile
 REAPER_IMPORTS = """
@@ -60,7 +60,7 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # -I and -S keep the interpreter small; its environment lacks the marks, so that no reaper kills it
+    # -I and -S keep the process small; its environment lacks the marks, so that no reaper kills it
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def reap(scratch: str, *marks: str) -> None:
-    """Wait for "done" on stdin. If it closes first, kill the processes with `marks`; remove `scratch`."""
+    """Wait for "done" on stdin. If it closes first, kill the processes with `marks` and remove `scratch`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

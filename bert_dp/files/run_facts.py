@@ -82,7 +82,7 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
     """Return the path and state.json of a checkpoint; None if none is readable. `directory`: a checkpoint,
-    or a run directory or folder whose newest readable checkpoint is used. Hashes are not verified."""
+    or a run or folder of checkpoints, whose newest readable one is used. Hashes are not verified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
@@ -115,7 +115,7 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """SHA-256 of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256
-    """SHA-256 of the run's tokenizer.json. The exported copy is changed if the run's file turns on padding
+    """SHA-256 of the run's tokenizer.json. The exported copy differs if the run's file turns on padding
     or truncation, or does not add the special tokens that finetuning uses."""
     sequence_length: Count
     vocab_size: Count

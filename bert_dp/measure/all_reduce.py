@@ -54,7 +54,7 @@ def _measure(
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Time all-reduces for about `seconds`. busbw_gb_s is nccl-tests' bus bandwidth; 1 GB = 1e9 bytes."""
+    """Time all-reduces for about `seconds`. busbw_gb_s: bus bandwidth as in nccl-tests; 1 GB = 1e9 bytes."""
     data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:

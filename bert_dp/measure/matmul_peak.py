@@ -49,7 +49,7 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """Use all cores available to this process, and keep freed memory for reuse, as a rank on a CPU does."""
+    """Use all cores available to this process and, like a rank on a CPU, keep freed memory for reuse."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 

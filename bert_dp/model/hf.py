@@ -1,7 +1,7 @@
 """Map transformers' tensor names to bert-dp's, and load initial weights saved by transformers.
 
-ModernBERT has the same names as bert-dp. The names of BERT, RoBERTa and RobertaPreLayerNorm differ from each
-other only in the prefix, the head and the positions of the norms. Axes: as in bert_dp.model.bert.
+ModernBERT has nearly the same names as bert-dp. The names of BERT, RoBERTa and RobertaPreLayerNorm differ
+from each other only in the prefix, the head and the positions of the norms. Axes: as in bert_dp.model.bert.
 """
 
 from collections.abc import Iterator, Mapping

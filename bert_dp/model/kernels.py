@@ -16,7 +16,7 @@ from bert_dp.config import cpu_field
 
 # On x86, torch computes fp32 products with MKL, but it also includes oneDNN. For the products of a training
 # step, oneDNN takes 5-10 % less time than MKL on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3)
-# and 39 % more on Intel with AVX-512 (Xeon); see benchmarks/RESULTS.md
+# and 39 % more on Intel with AVX-512 (Xeon); the last two figures are from benchmarks/RESULTS.md
 USES_ONEDNN = (
     cpu_field("vendor_id") == "AuthenticAMD"
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -57,7 +57,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """Compute a @ b.T, [M, N], with the faster library for device and dtype. Callers define the gradient."""
+    """Compute a @ b.T, [M, N], with the library that is faster for the device and dtype."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 

@@ -112,7 +112,7 @@ def recompute_blocks(model: Model) -> None:
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
     """Run a block, and recompute it in the backward pass. This function is bound as a method, so all blocks
-    share a compiled graph. With torch's own wrapper, Dynamo would compile no block: it skips torch's code."""
+    share a compiled graph. Dynamo skips torch's code, so with torch's wrapper it would compile no block."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 

@@ -1,6 +1,6 @@
 """Create optimizers and compute the learning rate.
 
-To add an optimizer, add a file with `make` to this package, and a row to `OPTIMIZERS` in config/engines.py.
+To add an optimizer, add a module that defines `make` here, and a row to `OPTIMIZERS` in config/engines.py.
 """
 
 import importlib
@@ -45,7 +45,7 @@ def make_optimizer(
 
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Wrap the `step` of a user's optimizer. The wrapper clips the gradients and, if `found_inf` is set,
+    """Wrap the `step` of a user's optimizer. The wrapper clips the gradients and, if `found_inf` is 1,
     skips the step. This costs a host sync. Subclasses of `Optimizer` and torch's fused optimizers do both
     themselves. The first step raises ConfigError if a checkpoint cannot store the optimizer's state."""
     step, clips = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")

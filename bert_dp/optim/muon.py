@@ -3,7 +3,7 @@
 A matrix's update is its orthogonalised Nesterov momentum times 0.2 sqrt(max(rows, columns)). The factor makes
 the update as large as an AdamW update, so that one learning rate suits both (arXiv 2502.16982, section 2.2).
 A parameter that fuses several matrices is split, because orthogonalising it as one matrix makes training
-worse (Megatron-LM issue 1428).
+worse (Megatron-LM pull request 1428).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -15,7 +15,7 @@ from bert_dp.training.noise import NormPairs
 from bert_dp.training.process import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-"""Function that builds an optimizer for named parameters. Engines call it after sharding the model."""
+"""Function that builds an optimizer for named parameters. Engines call it in `prepare`."""
 
 State = dict[str, dict[str, Tensor]]
 """Canonical state, whole tensors: {"model": {name: ..}, "optimizer": {name/key: ..}, "scaler": {key: ..}}."""
@@ -23,7 +23,7 @@ State = dict[str, dict[str, Tensor]]
 
 class Engine(Protocol):
     """Interface of an engine. Data is split by dp_rank and dp_size, never by world rank. To add an engine,
-    add a file with a class `Engine` to this package, a row to `ENGINES` in `bert_dp/config/engines.py` (used
+    add a module that defines `make` to this package, a row to `ENGINES` in `bert_dp/config/engines.py` (used
     by checks, memory estimates, `scale` and hang reports) and a row to `tests/parity/matrix.py`."""
 
     dp_rank: int
@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Return the collector of gradient norms for log.noise_scale, or None if the engine has none."""
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap or shard `model`, which is already on its device, then build the optimizer."""
+        """Wrap or shard `model`, which is already on its device, and build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a micro batch's forward and backward. Gradients must be reduced if `last`."""
@@ -50,7 +50,7 @@ class Engine(Protocol):
         """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
-        """Load a canonical state, which is whole on every rank and matches the model (see `state_issues`)."""
+        """Load a canonical state, unsharded on every rank, that matches the model (see `state_issues`)."""
 
 
 def engine_name(config: ParallelConfig, world_size: int) -> str:
@@ -62,8 +62,8 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """Create an engine by bert_dp.parallel.<name>.make, with a gradient scaler if `precision` is fp16. Raises
-    ConfigError if a package that the engine needs is not installed."""
+    """Call bert_dp.parallel.<name>.make to create an engine, with a gradient scaler if `precision` is fp16.
+    Raises ConfigError if a package that the engine needs is not installed."""
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     try:
         engine: Engine = module.make(config, world, device, precision=precision, run_dir=run_dir)

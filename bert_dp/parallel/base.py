@@ -1,4 +1,4 @@
-"""Arrange ranks in replicas, and take optimizer steps with clipped gradients. Several engines use this."""
+"""Arrange ranks in replicas, and take optimizer steps with clipped gradients, for several engines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class RankGrid:
                 distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
-        """Ranks with the same tp_rank. If `replicas` > 1, only those that split one copy of the weights."""
+        """Ranks with the same tp_rank. If `replicas` > 1, only those that share one copy of the weights."""
         self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
         """Mesh dimensions over which gradients are summed."""
 

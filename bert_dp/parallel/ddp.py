@@ -70,7 +70,7 @@ class DdpEngine:
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
         if last or (first and self._config.static_graph):
-            # also reduce in the dry run, where DDP records the static graph and whose result is discarded
+            # also reduce in the dry run, in which DDP records the static graph; its result is discarded
             return nullcontext()
         return self._ddp.no_sync()
 

@@ -53,7 +53,7 @@ class DeepSpeedZero:
             hint = f"install {'.'.join(map(str, OLDEST))} or newer"
             raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # by DeepSpeed
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # DeepSpeed's
         if device.type == "cpu":
             deepspeed.ops.__compatible_ops__ = {}  # keeps DeepSpeed from compiling an inference all-reduce
         if deepspeed.comm.is_initialized():  # drop references to destroyed groups of an earlier run
@@ -91,8 +91,8 @@ class DeepSpeedZero:
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self, max_norm: float) -> Tensor:
-        assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips by its configured norm only"
-        if self._stage == 0:  # in this stage DeepSpeed never skips a step, so the optimizer must
+        assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips only to its configured norm"
+        if self._stage == 0:  # in this stage the optimizer skips steps, because DeepSpeed never does
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
             norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
             self._optimizer.grad_scale = torch.ones_like(norm)  # type: ignore[attr-defined]

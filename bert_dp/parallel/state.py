@@ -55,7 +55,7 @@ def write_state(
     shard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state of this model in place. An optimizer or scaler without saved state is reset.
+    """Load a canonical state into the model in place. An optimizer or scaler without saved state is reset.
     `parameters`: see `read_state`."""
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     saved: dict[str, dict[str, Tensor]] = {}

@@ -174,7 +174,7 @@ def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Ten
 
 
 def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """Return x @ weight.T, in autocast's dtype if it is enabled. Backward sums x's gradient over ranks."""
+    """Return x @ weight.T, in autocast's dtype if autocast is on. Backward sums x's gradient over ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

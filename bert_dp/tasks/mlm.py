@@ -55,7 +55,7 @@ class MaskedLanguageModel:
         return build_model(self._config.model, self._config.data.sequence_length, seed)
 
     def training_batch(self, sample_ids: NDArray[np.int64]) -> data.MlmBatch:
-        """Build the micro batch of the samples at these positions in the training stream."""
+        """Build the micro batch of the samples at positions `sample_ids` in the training stream."""
         config = self._config
         return data.training_batch(
             self._train,

@@ -40,8 +40,8 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
     its own cache. Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
-        message = f"shards have hash {data.data_hash[:16]} on rank {comm.world.rank}, {first[:16]} on rank 0"
-        hint = "set data.path to the same shards on every node"
+        message = f"the data has hash {data.data_hash[:16]} on rank {comm.world.rank}, {first[:16]} on rank 0"
+        hint = "set data.path to the same data on every node"
         raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
 
@@ -80,7 +80,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
         own = rank.data.data_hash[:16]
-        message = f"the run's shards had hash {facts.data_hash[:16]}, but the current shards have {own}"
+        message = f"the run's data had hash {facts.data_hash[:16]}, but the current data has {own}"
         raise ConfigError([Issue("data", "conflict", message, own)])
     rank.log_rank0(f"resuming from {path.name}: {facts.samples} samples seen")
     return Checkpoint(path, tensors, facts)

@@ -185,7 +185,7 @@ def format_cores(cores: Iterable[int]) -> str:
 def _parent_affinity() -> Set[int]:
     try:
         return os.sched_getaffinity(os.getppid())
-    except OSError:  # the parent has exited, or belongs to another user
+    except OSError:  # the parent has just exited
         return set()
 
 

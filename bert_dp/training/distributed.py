@@ -154,7 +154,7 @@ def connect(
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
     """List the collectives among the last `count` operations in each of torch's flight recorders, oldest
-    first per recorder; [] if torch has none. The key `sizes` holds the input shapes."""
+    first per recorder; [] if torch has no recorders. The key `sizes` holds the input shapes."""
     collectives: list[dict[str, Any]] = []
     # private functions of torch: the first dumps the flight recorder of gloo, the second that of NCCL
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -267,14 +267,14 @@ class SharedClock:
         return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
-        """After a pause (evaluation or save), replace the pending exchange: its amount spent was computed
-        before the pause. Does nothing without `spending`. Collective."""
+        """Replace the pending exchange after a pause (evaluation or save), because its amount spent was
+        computed before the pause. Does nothing without `spending`. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
             self._send(self.elapsed_s(), stop)
 
     def poll_stop(self, stop: Stop) -> Stop:
-        """Between steps, exchange only the stop request, without reading the clock. Collective."""
+        """Exchange only the stop request, between steps and without reading the clock. Collective."""
         if self._pending is None:
             self._send(self.shared_elapsed_s, stop)
             return self._receive()[2]

@@ -75,7 +75,7 @@ class TrainingOutcome:
     """Result of `train`."""
 
     signal: int
-    """Signal that stopped the run; 0 if the budget was spent or the run failed."""
+    """Signal that stopped the run; 0 if the budget was spent or a failure stopped the run."""
     failure: Failure | None
     """Reason why the run failed, identical on every rank; None if it did not fail."""
 

@@ -328,5 +328,5 @@ def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> 
 
 
 def _advice(config: Config, precision: str) -> str:
-    other = ", or try precision: fp32" if precision in ("fp16", "bf16") else ""
-    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{other}"
+    other = " or with precision: fp32" if precision in ("fp16", "bf16") else ""
+    return f"start again in a new run directory with a lower optim.lr (now {config.optim.lr}){other}"

@@ -147,7 +147,7 @@ def estimate(
     facts: dict[str, Any] = {"grad_sq": float(grad), "trace": float(trace)}
     for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
-            reason = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
+            reason = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 % confidence)"
             return NoiseScale(steps=steps, verdict="inconclusive", reason=reason, **facts)
     # the interval: all x with a x^2 - 2 h x + c <= 0; a > 0 after the checks above
     a, h, c = grad**2 - T_95**2 * var, grad * trace - T_95**2 * cov, trace**2 - T_95**2 * var_trace

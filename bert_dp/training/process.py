@@ -288,7 +288,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
-            message = f"this variable, {size}, and the local rank and size must be integers"
+            message = f"this variable, {size}, the local rank and the local size must be integers"
             raise ConfigError([Issue(rank, "wrong_type", message)]) from None
         if not 0 <= world.rank < world.size:
             message = f"{world.rank} is outside {size}={world.size}"

@@ -46,9 +46,9 @@ def run_process() -> None:
 def main(
     argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
 ) -> int:
-    """Run one rank. Return 0 if the run is done or was stopped after a checkpoint, 2 for bad input, else 1.
-    `make_task`: creates a task that the configuration cannot select; None = create the configured task.
-    `standalone`: there is no launcher, so rank 0 manages and displays the run."""
+    """Run one rank. Return 0 if `run` returned, 2 for bad input, 1 for any other error. `make_task`: creates
+    a task that the configuration cannot select; None = create the configured task.
+    `standalone`: bert-dp's launcher did not start the run, so rank 0 manages and displays it."""
     files.set_private_umask()
     signals = Signals()
     signals.catch()
@@ -101,7 +101,7 @@ def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failu
         kind=kind_of_error(error),
         message=text if agreed else f"{name}: {text}" if text else name,
         rank=rank,
-        time_ns=time.monotonic_ns(),  # time since boot: one clock for all processes, never adjusted
+        time_ns=time.monotonic_ns(),  # time since boot: one clock for all processes of a node, never set back
         error_type=name,
         where=f"{frame.filename}:{frame.lineno}" if frame else None,
         source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
@@ -212,7 +212,7 @@ def run(
         unit = config.schedule.unit
         spending: Spending | None = None
         if unit in METERED:
-            # time reserved for the last save and the exit. The exit stops the processes that set-up
+            # time reserved for the last save and the exit. Exiting also stops the processes that set-up
             # started, so it takes longer after a long set-up.
             end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
             spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
@@ -233,8 +233,8 @@ def run(
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
     """Lock the run directory; closing `until` releases the lock. Raises ConfigError if another run has locked
-    it. Under a launcher, which holds RUN_LOCK itself, lock only .lock, and wait up to EXIT_WAIT_S for it. The
-    wait is needed because a rank 0 that the launcher has killed holds .lock until it has exited."""
+    it. Under bert-dp's launcher, which holds RUN_LOCK itself, lock only .lock, and wait up to EXIT_WAIT_S for
+    it. The wait is needed because a rank 0 that the launcher has killed holds .lock until it has exited."""
     has_launcher = files.LAUNCHER_PID in os.environ
     end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):

@@ -56,7 +56,7 @@ def eval_mlm(
 ) -> int:
     """Measure the held-out loss of one or more runs on any text.
 
-    The report gives the loss per token, and the loss of hidden whole words in bits per byte. Only the latter
+    The report gives the loss per token, and the loss on masked whole words in bits per byte. Only the latter
     is comparable across vocabularies. The confidence intervals reflect the variation between documents.
     """
     from launcher.evaluate import text_loss

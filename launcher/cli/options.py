@@ -185,7 +185,7 @@ def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) ->
     Raises ConfigError if there is more than one configuration."""
     names = [word for word in words or [] if "=" not in word]
     if len(names) > 1:
-        message = f"{' and '.join(names)} are more than one configuration"
+        message = f"more than one configuration: {', '.join(names)}"
         raise ConfigError([Issue("CONFIG", "conflict", message, hint="pass one; give settings as a.b=value")])
     settings = [word for word in words or [] if "=" in word]
     return names[0] if names else None, [*settings, *(overrides or [])]

@@ -108,7 +108,7 @@ def plan_scaling(
     ] = None,
     inter: Annotated[str | None, Option(help="Link between nodes: ib-ndr, ethernet100, ...")] = None,
     gpus_per_node: Annotated[
-        int | None, Option(min=1, help="GPUs per node; default: 8, or all if --link and --inter are absent.")
+        int | None, Option(min=1, help="GPUs per node; default: 8; without --link and --inter: all GPUs.")
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict for.")] = "ddp",

@@ -78,7 +78,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     kinds = {path: next((name for name in pages if (path / name).exists()), None) for path in run_dirs}
     first, (kind, *others) = run_dirs[0], dict.fromkeys(kinds.values())
     if others:
-        names = ", ".join(f"{path} ({name or 'no result file'})" for path, name in kinds.items())
+        names = ", ".join(f"{path} ({name or 'a run or no result'})" for path, name in kinds.items())
         message = f"runs can be compared only with runs, and GLUE evaluations only with each other: {names}"
         raise ConfigError([Issue("RUN_DIRS", "conflict", message)])
     if kind is None:
@@ -208,7 +208,7 @@ def doctor(
 ) -> int:
     """Check this machine before a run.
 
-    Checks devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an
+    Checks devices, links, NUMA, memory, limits, disk, loopback, versions, a checkpoint round trip and an
     all-reduce, and takes less than 30 s. With several nodes, node 0 also compares the nodes' versions, data
     and clocks, checks that they share --run-dir, and measures each link. Exits with 1 if a run would fail.
     """

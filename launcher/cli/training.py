@@ -89,7 +89,7 @@ def train(
         overrides, failed = resolve_auto_batch(config, settings, options, opt.console())
         if failed:
             return failed
-        if not dry_run:  # a trial or an earlier run used this micro batch, so the estimate must not refuse it
+        if not dry_run:  # a trial or an earlier run used this size, so the memory estimate must not refuse it
             options = dataclasses.replace(options, force=True)
     loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
@@ -112,7 +112,7 @@ def finetune(
     test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict labels for.")] = None,
     dev_fraction: Annotated[
         float | None,
-        Option(min=0.001, max=0.9, metavar="F", help="Share of each class in --train to use as the dev set."),
+        Option(min=0.001, max=0.9, metavar="F", help="Stratified share of --train to use as the dev set."),
     ] = None,
     seeds: Annotated[int, Option(min=1, max=100, help="Number of runs, each with a different seed.")] = 1,
     text: opt.TextColumn = None,

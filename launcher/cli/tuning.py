@@ -39,7 +39,7 @@ def scale(
     """Measure scaling efficiency with a grid of real runs.
 
     The grid also contains controls: one rank without a process group (the baseline), ddp on one rank and,
-    for every N > 1 in --nproc, N independent one-rank runs at the same time (the ceiling).
+    for every N > 1 in --nproc, N independent one-rank runs at the same time (the ceiling), if they fit.
     """
     from launcher.plan.scaling import predict_measured
     from launcher.scale import benchmark, grid

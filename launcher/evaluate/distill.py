@@ -141,7 +141,7 @@ def describe_transfer_set(teacher: Config | None, config: Config, manifest: Exam
     if teacher is None:
         print_error(line)
         return
-    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # the forward pass takes a third
+    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # forward pass: a third of a step
     print_error(f"{line}; the teacher's forward passes take {flop / 1e12:.3g} TFLOP")
     student_size, teacher_size = (num_parameters(each.model, length) for each in (config, teacher))
     print_error(f"parameters: teacher {format_count(teacher_size)}, student {format_count(student_size)}")

@@ -148,7 +148,7 @@ def setting_names(overrides: Sequence[str]) -> list[str]:
 
 def setting_issues(overrides: Sequence[str], derived: Sequence[str] = ()) -> list[Issue]:
     """Return an issue for each override of a setting in DERIVED or `derived`."""
-    text = "determined by RUN and the task"
+    text = "determined by the other arguments"
     return [
         Issue(name, "conflict", text, other="RUN", hint="omit this setting")
         for name in setting_names(overrides)

@@ -94,7 +94,7 @@ class Glue(Measurement):
     settings: GlueOptions
     start: GlueStart
     lr: float
-    heldout_loss: float | None  # of `start`, in nats; null: random weights, or a step without evaluation
+    heldout_loss: float | None  # `start`'s loss in nats; null: random weights or a step without evaluation
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task without files -> reason for its omission
     average: float | None  # mean of the medians of the tasks in AVERAGED
@@ -276,7 +276,7 @@ def compare_report(folders: Sequence[Path]) -> page.Report:
         if tasks[name].data_hash != by_name[0][name].data_hash
     ]
     if not shared:
-        issues = [Issue(str(folders[1]), "conflict", f"has no task in common with {first}", other=first)]
+        issues = [Issue(str(folders[1]), "conflict", "no task was run in all evaluations", other=first)]
     if issues:
         raise ConfigError(issues)
     names = [folder.resolve().name for folder in folders]

@@ -1,4 +1,4 @@
-"""`bert-dp eval mlm`: measure and report the held-out loss of a run on any text."""
+"""`bert-dp eval mlm`: measure and report the losses of one or more runs on any text."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def text_report(loss: TextLoss) -> Report:
     if hidden.words_without_token or hidden.unknown_tokens:  # text that the tokenizer drops costs no bits
         notes.append(
             f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "
-            f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text contains."
+            f"{count_of(hidden.unknown_tokens, 'unknown token')} make the bits per byte too low."
         )
     if loss.documents_without_tokens:
         notes.append(f"Number of documents without tokens: {format_count(loss.documents_without_tokens)}.")

@@ -16,7 +16,7 @@ from launcher.report.formats import count_of, format_gib
 from launcher.report.page import Report, Verdict
 
 MIN_TORCH = (2, 11)
-CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; the whole command takes under 30 s
+CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # time limits; the whole command normally takes under 30 s
 LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
@@ -50,8 +50,8 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
-    """Check the machine in under 30 s. The checkpoint test uses `run_dir`, by default the current directory.
-    Child processes exit with this process, even if it is killed."""
+    """Check the machine. The checkpoint test uses `run_dir`, by default the current directory. Child
+    processes exit with this process, even if it is killed."""
     target = run_dir or Path()
     env = probe(target)
     findings = diagnose(env)
@@ -102,7 +102,7 @@ def diagnose(env: Environment) -> list[Finding]:
             gpus == present and not env.names_absent_gpus,
             f"GPUs: {visible}",
             f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} {absent}",
-            "unset CUDA_VISIBLE_DEVICES to use all GPUs",
+            "unset CUDA_VISIBLE_DEVICES, or disable MIG, to use all GPUs",
         ),
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
@@ -131,7 +131,7 @@ def diagnose(env: Environment) -> list[Finding]:
         _finding(
             env.usable_cores >= ranks,
             f"cores: {env.usable_cores:g} usable for {count_of(ranks, f'{kind} rank')}",
-            "ranks share cores, so all wait for the slowest one",
+            "ranks share cores, so every step waits for the slowest rank",
             "add cores, or start fewer ranks with --nproc",
         ),
         _finding(
@@ -208,10 +208,10 @@ def checkpoint(
 
 
 def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.all_reduce") -> Finding:
-    """Time an all-reduce with `module`: between all GPUs if there are several, else between two CPU ranks."""
+    """Time an all-reduce with `module`: across all GPUs if there are several, else across two CPU ranks."""
     r, error = _json_of(module, [], timeout_s)
     if r is None:
-        consequence = "ranks cannot communicate: every run on more than one rank will fail"
+        consequence = "ranks cannot communicate: every run with more than one rank will fail"
         return _unmeasured("all-reduce", error, consequence, f"run `python -m {module}` to see its messages")
     return Finding(
         "ok",
@@ -230,7 +230,7 @@ def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
 
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
-    """Run `python -m module`. Return (last JSON object printed, ""), or (None, error) if none was printed."""
+    """Run `python -m module`. Return (last JSON object printed, ""), or (None, error) after a failure."""
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
-    return (json.loads(lines[-1]), "") if lines else (None, error or "it printed no result")
+    return (json.loads(lines[-1]), "") if lines else (None, error or "the test printed no result")

@@ -89,7 +89,7 @@ class Environment:
 
     @property
     def usable_cores(self) -> float:
-        """Return the number of usable cores: the smaller of CPU affinity and control-group quota."""
+        """Return the number of usable cores: the CPU-affinity count, capped at the cgroup quota."""
         return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
 
     @property
@@ -104,7 +104,7 @@ class Environment:
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
         """Return a rank's available memory in GiB (None if unknown) and a text that describes this memory. On
-        GPUs, it is the least free memory of any rank's GPU; on CPUs, an equal share of usable host memory."""
+        GPUs, it is the lowest free memory on a rank's GPU; on CPUs, an equal share of usable host memory."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"host memory, shared by {count_of(ranks, 'rank')}"
         free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]

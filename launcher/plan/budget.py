@@ -111,7 +111,7 @@ class Costs:
     pue: float = 1.0  # data-center power / power of the machines
     grams_per_kwh: float | None = None
     notes: Mapping[str, tuple[Origin, str]] = dataclasses.field(default_factory=dict)
-    """Origin of each known cost, and the source of its figures: `dollars`, `kwh` or `co2_kg`."""
+    """Origin of each known cost and a note about it. Keys: `dollars`, `kwh` or `co2_kg`."""
 
     @property
     def per_hour(self) -> dict[str, float | None]:
@@ -301,7 +301,7 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs
     if (gpu := options.gpu) is not None:
         micro = gpu_speed.micro_batch_that_fits(config, options.precision, gpu, options.gpus) or micro
         size = PlannedFigure(value=micro, origin="fitted", note="largest that fits in 90 % of the memory")
-    rule = "configured learning rate x configured width / this width"
+    rule = "configured learning rate x configured width / chosen width"
     plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
     plan.figures["micro batch"] = size
     loss = plan.models[0].loss or PlannedFigure(value=None, origin="fitted", note="no frontier")
@@ -467,8 +467,8 @@ def small(flops: float) -> str:
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
     """Return the size that each published scaling law recommends for `hours` of training.
 
-    A law maps compute to a best size, but the compute spent in `hours` depends on the size. The result is the
-    size that is closest to the best size for its own compute.
+    A law maps compute to the best size, but the compute spent in `hours` depends on the size. The result is
+    the size that is closest to the best size for its own compute.
     """
     spent = [6 * size * rate.tokens_per_s * hours * 3600 for size, rate in zip(sizes, rates, strict=True)]
     found = {}
@@ -525,7 +525,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
         )
     if fit.others:
         sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
-        warnings.append(f"another law fits the runs nearly as well; its best size: {sizes} parameters")
+        warnings.append(f"best size by other laws that fit the runs nearly as well: {sizes} parameters")
     return warnings
 
 

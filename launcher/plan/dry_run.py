@@ -48,7 +48,7 @@ def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
 
 def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
     """Return the predicted tokens/s on `ranks` GPUs of this machine and the factor of the 95 % interval, or
-    None if no GPU is used, or if the GPU or its peak in this precision is unknown."""
+    None if no GPU is used, or if the GPU or its peak in the job's precision is unknown."""
     config = job.config
     precision = "bf16" if config.precision == "auto" else config.precision
     nearest = [

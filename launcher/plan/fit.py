@@ -21,7 +21,7 @@ from launcher.report.formats import format_count, format_si
 from launcher.report.page import Report, ReportSection, Table, Verdict, words
 
 FILE = "frontier.json"
-SAME_BUDGET = 1.25  # runs whose compute differs by less than this factor share a budget
+SAME_BUDGET = 1.25  # runs share a budget if their compute is below this multiple of the group's lowest
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
 CONTRADICTS = (
     "The law does not describe these runs: its best sizes and those found with a parabola per budget differ "
@@ -32,8 +32,8 @@ OTHERS = "Another law fits nearly as well (sum of Huber losses within 10 %), so 
 
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
-    """Read completed pretraining runs and the properties they share. Raises ConfigError if a run is
-    incomplete, or if the corpus, mask rate or sequence length differs between runs."""
+    """Read completed pretraining runs, their common properties, and the last run's device and world size.
+    Raises ConfigError if a run is incomplete, or if the corpus, mask rate or sequence length differs."""
     issues: list[Issue] = []
     runs: list[CompletedRun] = []
     common: dict[str, tuple[object, str]] = {}
@@ -104,7 +104,7 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
 
 
 def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) -> Frontier:
-    """Fit the loss law. `facts`: Frontier fields that all runs share. Raises ConfigError for too few runs."""
+    """Fit the loss law. `facts`: other Frontier fields. Raises ConfigError for too few runs or budgets."""
     from launcher.plan import loss_fit
 
     rows = grouped(runs)

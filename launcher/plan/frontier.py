@@ -48,7 +48,7 @@ class LossLaw:
 
     @property
     def exponent(self) -> float:
-        """Exponent x = b / (a + b); the best number of parameters grows as budget^x."""
+        """Return the exponent x = b / (a + b). The best number of parameters grows as budget^x."""
         return self.b / (self.a + self.b)
 
     def loss(self, parameters: float, tokens: float) -> float:
@@ -97,17 +97,17 @@ class Frontier(StoredFile):
 
     @property
     def budgets(self) -> list[float]:
-        """Budgets of the runs in FLOPs, ascending."""
+        """Return the budgets of the runs in FLOPs, ascending."""
         return sorted({run.budget_flops for run in self.runs})
 
     @property
     def contradicts(self) -> bool:
-        """True if the law does not describe its own runs: `contradiction` exceeds MAX_CONTRADICTION."""
+        """Return True if the law contradicts its own runs: `contradiction` exceeds MAX_CONTRADICTION."""
         return self.contradiction is not None and self.contradiction > MAX_CONTRADICTION
 
     @property
     def student(self) -> float:
-        """Quantile of Student's t for the 95 % intervals, with (number of budgets - 2) degrees of freedom."""
+        """Return Student's t quantile for the 95 % intervals; degrees of freedom: number of budgets - 2."""
         return student(max(1, len(self.budgets) - 2))
 
     def rates(self) -> dict[float, float]:

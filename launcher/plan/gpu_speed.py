@@ -51,7 +51,7 @@ def peak_of(gpu: str, precision: str) -> float | None:
 def estimate(
     step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of a micro batch and an optimizer update. `constants` replace hardware.yaml's."""
+    """Estimate the seconds per micro batch and per optimizer update. `constants` replace hardware.yaml's."""
     known, model = constants or hardware()["gpu_speed"], step.model
     tokens = step.micro_batch * step.length
     is_narrow = step.precision in ("bf16", "fp16")

@@ -1,7 +1,7 @@
 """Fit the loss law L(N, D) = E + A N^-a + B D^-b to completed runs.
 
-For a given pair of exponents a and b, the law is linear in E, A and B, and least squares gives E, A, B >= 0.
-The search is therefore over a and b only (variable projection, Golub & Pereyra 1973).
+For given a and b, the law is linear in E, A and B, so nonnegative least squares fits them and a grid over
+a and b suffices (variable projection, Golub & Pereyra 1973). L-BFGS then refines all five constants.
 """
 
 import math
@@ -45,8 +45,8 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
 
 
 def _resample(groups: Sequence[NDArray[np.intp]], random: np.random.Generator) -> NDArray[np.intp]:
-    """Return resampled run indices. Resample the budgets if there are MANY_BUDGETS or more, then the runs of
-    each budget. `groups`: run indices by budget."""
+    """Return resampled run indices. Given MANY_BUDGETS or more budgets, resample the budgets first. Then
+    resample the runs of each budget. `groups`: run indices by budget."""
     if len(groups) >= MANY_BUDGETS:
         groups = [groups[i] for i in random.integers(len(groups), size=len(groups))]
     return np.concatenate([group[random.integers(len(group), size=len(group))] for group in groups])
@@ -76,7 +76,7 @@ def _project(logs: Floats, a: Floats, b: Floats) -> tuple[Floats, Floats]:
     n, d = logs[:2] - means[:, None]  # centre the logarithms, so that the values in `columns` are near 1
     loss = np.exp(logs[2])
     columns = np.stack([np.ones((len(a), len(n))), np.exp(-a[:, None] * n), np.exp(-b[:, None] * d)], axis=-1)
-    # with weights psi(r) / r / L^2, least squares minimises the Huber loss of r = ln(fit / loss)
+    # iterated least squares with weights psi(r) / r / loss^2 minimises the Huber loss of r = ln(fit / loss)
     weights = np.broadcast_to(1 / loss**2, columns.shape[:2])
     for _ in range(REWEIGHTINGS):
         constants = _non_negative(columns, loss, weights)
@@ -103,7 +103,7 @@ def _non_negative(columns: Floats, loss: Floats, weights: Floats) -> Floats:
 
 
 def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]:
-    """Find the five constants that minimise summed Huber loss / HUBER^2; return the minimum and its law."""
+    """Find the five constants that minimise (summed Huber loss) / HUBER^2. Return the minimum and the law."""
     optimize = require("scipy.optimize", "glue", "RUNS: fitting")
     means = logs[:2].mean(axis=1)
     sizes, loss = logs[:2] - means[:, None], logs[2]

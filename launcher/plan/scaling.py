@@ -298,10 +298,10 @@ def find_source(
 
 
 def source_of(scaling: Scaling, name: str) -> PlanSource:
-    """Convert a benchmark into a source. Raises ConfigError if its file `name` contains no profile."""
+    """Convert benchmark results into a PlanSource. Raises ConfigError if file `name` contains no profile."""
     profile = scaling.profile
     if profile is None:
-        raise ConfigError([Issue(name, "missing", "contains no profile of a rank", hint=Scaling.hint)])
+        raise ConfigError([Issue(name, "missing", "contains no step-time profile", hint=Scaling.hint)])
     notes = [f"profile of {profile.device}, {profile.precision}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
@@ -451,7 +451,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
         models.compared(prediction, "Predicted and measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
-    text = f"Do not use this prediction: it lies outside the measured interval of {', '.join(wrong)}."
+    text = f"Do not use this prediction: its step time lies outside the 95 % interval of {', '.join(wrong)}."
     verdicts = [Verdict("warn", text)] if wrong else []
     return Report(
         "bert-dp: predicted scaling",

@@ -149,7 +149,7 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Return the horizontal lines' shapes. A label is above its line, or below it if no value is higher."""
+    """Return the horizontal lines. A label goes below its line if no data exceed the line, else above it."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)

@@ -48,7 +48,7 @@ def render(template: str, script: str, library: str = "", **values: Any) -> str:
     page: str = _template(template).render(
         policy=policy, start=START, style=_read("page.css"), script=own, **values
     )
-    # Jinja would copy the library (10 MB). It escapes "<" in text, so only the template contains "<library>"
+    # Jinja would copy the library (10 MB). "<" in text is escaped, so only the template contains "<library>"
     return page.replace("<library>", library)
 
 

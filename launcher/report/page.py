@@ -109,7 +109,7 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal or vertical reference line. The legend lists only vertical lines."""
+    """A horizontal reference line, labelled in the plot, or a vertical one, labelled in the legend."""
 
     label: str
     value: float

@@ -82,7 +82,7 @@ def load(run_dir: Path) -> RunFiles:
 
 def list_runs(directory: Path) -> list[dict[str, Any]]:
     """Return a flat record for each run in a directory, most recently changed first. A record contains the
-    run's progress, then its settings. `age_s`: seconds since the run last changed one of its files."""
+    run's progress, then its settings. `age_s`: seconds since its config, metrics or summary last changed."""
     rows = []
     for path in (file.parent for file in directory.glob("*/config.yaml")):
         run = load(path)

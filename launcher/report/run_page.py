@@ -67,7 +67,7 @@ def loss_in(unit: str, loss: float | None) -> str:
 
 
 def basis_of(heldout: HeldOut) -> str:
-    """Format the denominator of the loss: `4,096 masked tokens in 216 sequences, 15.0 % masked`."""
+    """Describe what the loss is averaged over: `4,096 masked tokens in 216 sequences, 15.0 % masked`."""
     if heldout.examples is not None:
         return count_of(heldout.examples, "example") if heldout.examples else "held-out examples"
     if heldout.masked_tokens is None:
@@ -146,7 +146,7 @@ def _next(run: RunFiles) -> str:
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
-    several = "nodes" in run.environment  # with several nodes, --nproc means the ranks of one node
+    several = "nodes" in run.environment  # with several nodes, --nproc is the number of ranks per node
     ranks = "" if several or run.summary.world_size is None else f" --nproc {run.summary.world_size}"
     return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
@@ -316,7 +316,7 @@ def _outcome(run: RunFiles) -> list[TableRow]:
         note, constant = f"split/metric; {basis} in total", measured.baseline.get(name)
         if [name] == accuracies and measured.examples and (share := number(score)) is not None:
             note += f"; 95 % interval {_share_interval(share, measured.examples)}"
-        note += "" if constant is None else f"; a constant answer scores {format_decimals(constant)}"
+        note += "" if constant is None else f"; a constant prediction scores {format_decimals(constant)}"
         rows.append(value(score_name(name, measured), score, "decimal", note))
     interval = "; ±: 95 % interval over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
@@ -390,7 +390,7 @@ def _work(run: RunFiles) -> list[TableRow]:
 
 def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
-    interval = "" if summary.time_s else "; in the last logged interval"  # only rank 0 writes time_s
+    interval = "" if summary.time_s else "; in the last logged interval"  # else rates come from the log
     over = f"summed over {_ranks(summary)}{interval}"
     rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
     each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
@@ -398,7 +398,7 @@ def _rates(run: RunFiles) -> list[TableRow]:
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
-        ("optimizer step rate", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}{interval}"),
+        ("optimizer step rate", rate, "steps/s", f"whole job{_since(summary)}{profiled}{interval}"),
         ("global step rate", micro_rate, "global steps/s", micro),
         ("sample rate", summary.samples_per_s, "samples/s", over),
         ("token rate", summary.tokens_per_s, "tokens/s", over),
@@ -461,7 +461,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     if summary.failed_saves:
         rows.append(value("failed saves", summary.failed_saves, "count", f"see the log{since}"))
     if summary.failed_writes:
-        note = "of logs, records, checkpoints and profiles"
+        note = "logs, records, checkpoints and profiles"
         rows.append(value("failed writes", summary.failed_writes, "count", note))
     return rows
 

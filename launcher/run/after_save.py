@@ -43,7 +43,7 @@ class AfterSave:
             self._report(self._process.wait())
 
     def poll(self) -> None:
-        """Report a failed command. If there is a new checkpoint and no command runs, start one for it."""
+        """Report a failed command. If no command is running, start one for a new checkpoint, if any."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             self._report(code)

@@ -94,7 +94,7 @@ class Loggers:
             code = child.wait()
             relay.join(1.0)
             if code not in (0, INCOMPLETE):
-                end = "it did not exit in time" if is_late else describe_exit_code(code, "without a message")
+                end = "timed out" if is_late else describe_exit_code(code, "without a message")
                 self._log(incomplete(self._run_dir, name, end))
             self.exit_code = int(self.exit_code or code != 0)
         if received:
@@ -111,7 +111,7 @@ def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
 def incomplete(run_dir: Path, service: str, problem: str) -> str:
     """Format the warning that records were not sent."""
     return (
-        f"warning: no further records of this run are sent to {service} ({problem}; see {run_dir / LOG}); "
+        f"warning: no more records of this run will be sent to {service} ({problem}; see {run_dir / LOG}); "
         f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
     )
 
@@ -150,7 +150,7 @@ def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log
     is_over = False
     while not is_over:
         is_over = wait_for_end(POLL_S)  # checked before reading, so that the last lines are sent too
-        # metrics.jsonl is read first; evals.jsonl then contains every evaluation up to the last step read
+        # metrics.jsonl is read first; evals.jsonl then contains every evaluation before the last step read
         for step, values in sorted((row for reader in readers for row in reader.rows()), key=itemgetter(0)):
             writer.write(step, values)
     last = max(reader.sent for reader in readers)

@@ -52,8 +52,8 @@ def find_place(
 ) -> Place | None:
     """Return this launcher's node, or None for a run on one node. Options override environment variables.
 
-    Raise ConfigError if a value is missing, out of range or contradictory, or if other nodes cannot reach the
-    rendezvous address.
+    Raise ConfigError if a value is missing, out of range or contradictory, or if the rendezvous host cannot
+    be resolved or is a loopback address.
     """
     manager = Variables() if nnodes == 1 else manager_variables(environ)
     nodes = _number("--nnodes", nnodes, manager.nodes)
@@ -123,7 +123,7 @@ def _number(option: str, given: int | None, text: str | None) -> int | None:
 
 
 def _resolve(endpoint: str) -> tuple[str, int]:
-    """Return HOST's IP address and PORT. Raise ConfigError if either is invalid or HOST is a loopback."""
+    """Resolve HOST:PORT to an IP address and a port. Raise ConfigError if this fails or HOST is loopback."""
     host, _, port = endpoint.rpartition(":")
     hint = "pass HOST:PORT: an address of node 0 that the other nodes can reach, and a free port"
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

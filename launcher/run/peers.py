@@ -188,11 +188,11 @@ def _differences(first: Message, other: Message) -> list[Issue]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address and a port. Raise ConfigError if they are unusable."""
+    """Return a socket that listens on an address and a port. Raise ConfigError if they are unusable."""
     try:
         return socket.create_server((address, port), family=family(address), backlog=128)
     except OSError as error:
-        message = f"node 0 ({socket.gethostname()}) cannot listen at {address}:{port} ({error.strerror})"
+        message = f"node 0 ({socket.gethostname()}) cannot listen on {address}:{port} ({error.strerror})"
         hint = "use an address of node 0 and a free port"
         raise refusal("--rendezvous", "exists", message, hint, port) from None
 
@@ -297,12 +297,12 @@ class Coordinator:
 
     @property
     def counts(self) -> list[int]:
-        """Number of ranks on each node."""
+        """Return the number of ranks on each node."""
         return [int(self._hellos[rank]["nproc"]) for rank in range(self.place.nodes)]
 
     @property
     def nodes(self) -> list[int]:
-        """Node number of each rank."""
+        """Return the node number of each rank."""
         return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     def lost(self) -> str | None:
@@ -389,7 +389,7 @@ class Coordinator:
         self._send("look")
 
     def evidence(self) -> dict[int, tuple[tuple[hangs.Frame, ...], hangs.Collectives]]:
-        """Return (stack, collectives) of each rank. Omit nodes that do not answer within ANSWER_S."""
+        """Return (stack, collectives) of the members' ranks. Omit nodes not answering within ANSWER_S."""
         self._wait(lambda: len(self._all("evidence")) == len(self._members), hangs.ANSWER_S)
         return {
             int(rank): (tuple(hangs.Frame(*frame) for frame in stack), collectives)
@@ -418,8 +418,8 @@ class Coordinator:
 
     def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
         """Return a failed attempt's cause with its node's name, and the node's number (0 if unknown or lost).
-        If `cause` is None or only a consequence (`peer_gone`, `no_cause`), a lost node is the cause.
-        If no node is lost, it is `unknown` on node `failed_first`, unless that is 0; then `cause` is kept."""
+        If `cause` is None or only a consequence (`peer_gone`, `no_cause`), replace it: with the loss of a
+        node if one is lost, else with `unknown` on node `failed_first` if `failed_first` is not 0."""
         node = 0
         if cause is None or cause.kind in ("peer_gone", "no_cause"):
             if lost := self.lost():

@@ -45,7 +45,7 @@ class RunOutcome:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """In the `with` block, append stop signals to the yielded list instead of ending this process.
+    """Append stop signals to the yielded list in the `with` block, instead of ending this process.
 
     Drop signals within ONE_STOP_S of the first one. Signals that were ignored before, for example because of
     nohup, stay ignored.
@@ -253,8 +253,8 @@ def _follow(
 
 
 def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
-    """Return whether a rank recorded an error, or exited before the summary was written. Return False while
-    the files cannot be read, for example because a file server does not answer."""
+    """Return whether a rank recorded an error, exited before the summary was written (node 0) or exited with
+    an error code (other nodes). Return False while the files cannot be read, for example over a network."""
     with contextlib.suppress(OSError):
         if failure.error_files(run_dir / "logs", start.ranks):
             return True
@@ -399,7 +399,7 @@ def send(worker: psutil.Process, number: int) -> None:
 
 
 def kill_tree(workers: Workers) -> None:
-    """Kill the launcher and all workers, which may outlive it. Wait for it, then up to KILLED_S for them."""
+    """Kill the launcher, its descendants and all workers. Wait for it, then up to KILLED_S for the rest."""
     tree = {*_tree(workers.launcher), *workers.present()}
     for member in tree:
         send(member, signal.SIGKILL)

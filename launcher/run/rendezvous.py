@@ -1,6 +1,6 @@
 """Implement a torchrun rendezvous (handler `bert-dp-file`) that does not listen on all interfaces.
 
-torchrun's own backends (c10d, static, etcd) open a TCPStore that listens on all interfaces, even with
+torchrun's own backends (c10d, static, etcd-v2) open a TCPStore that listens on all interfaces, even with
 --standalone. On one node, there is only one agent, so a FileStore is enough. On several nodes, node 0's agent
 serves a TCPStore on a socket that the launcher has bound to one address. Only torchrun's process imports this
 module; the launcher does not.

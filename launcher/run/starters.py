@@ -50,7 +50,7 @@ class RankStart:
 
     @property
     def ranks(self) -> range | None:
-        """Global ranks of this node; None = all ranks of the run."""
+        """Return the global ranks of this node; None = all ranks of the run."""
         node = self.node
         return None if node is None else range(node.first_rank, node.first_rank + self.nproc)
 

@@ -271,7 +271,7 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """If the run failed, show why. Add `facts` to summary.json, write report.html and show the result."""
+    """Show the cause of a failure. Add `facts` to summary.json, write report.html and show the result."""
     if failure is not None and failure.issues:
         for fields in failure.issues:
             show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)

@@ -49,7 +49,7 @@ class Repeat:
     name: str
     parts: dict[str, list[list[float]]]  # name in PARTS -> seconds, [rank][step]
     memory_gib: list[float]  # peak of each rank
-    # time of reductions that do not overlap the backward pass, sampled by DDP on rank 0; [] without DDP
+    # reduction time that does not overlap the backward pass, sampled by DDP on rank 0; [] without DDP
     exposed_s: list[float]
     curve: list[tuple[int, float]]  # (tokens, loss) of each logged step with a finite loss
     summary: Summary
@@ -183,7 +183,7 @@ class Trial:
     config: Config
     ranks: int
     cores: tuple[int, ...] | None = None  # cores that its ranks share; None = cores of the slot
-    data_bytes: int | None = None  # limit of each process's writable private memory; None = no limit
+    data_bytes: int | None = None  # limit on each process's writable private memory; None = no limit
 
     @property
     def name(self) -> str:
@@ -217,9 +217,9 @@ def timed_config(
     noise_scale: bool = False,
     **sections: Any,
 ) -> Config:
-    """Derive the configuration of a short timed run with these batch sizes. The run has no batch ramp,
-    checkpoints or evaluations. It compiles the model only if a full run would. `sections`: values of further
-    top-level settings or sections."""
+    """Derive the configuration of a short timed run with these batch sizes. The run has no batch ramp
+    or checkpoints, and evaluates only at the end. It compiles the model only if a full run would.
+    `sections`: values of further top-level settings or sections."""
     compiled = config.compile
     batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
     changes: dict[str, Any] = {
@@ -333,7 +333,7 @@ class Runner:
 
     @property
     def scratch(self) -> Path:
-        """Directory for temporary files, which `runner` removes at the end."""
+        """Return the directory for temporary files, which `runner` removes at the end."""
         return self.out / SCRATCH
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:

@@ -259,7 +259,7 @@ def _split(measured: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
 
 
 def _ddp_exposed(measured: CellRuns) -> float | None:
-    """Return the share of a step that DDP counts as exposed communication; None if nothing was counted."""
+    """Return DDP's exposed communication as a share of a step; None if not measured or if tensor > 1."""
     if measured.cell.world_size == 1 or measured.cell.tensor > 1:
         return None
     counted = [statistics.median(r.exposed_s) / measured.mean_s for r in measured.repeats if r.exposed_s]
@@ -375,7 +375,7 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
     if ratio is not None and rank is not None:
         compared = f"rank {rank}'s compute time before any reduction / median of the other ranks"
         evidence = f"{compared}: {STRAGGLER.text(cell)}"
-        hint = "check the clocks, links and other users of this rank's device with `bert-dp doctor`"
+        hint = "check the clocks and other users of this rank's device; check links with `bert-dp doctor`"
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
     ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
     if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - LOSS_BOUND):

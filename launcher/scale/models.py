@@ -167,7 +167,7 @@ class SplitTime(StoredModel):
 
 
 class CellMeasurement(GridCell):
-    """Figures for one cell. They are null if the cell did not complete."""
+    """Figures for one cell. They are null if a repeat failed or if no repeat has completed."""
 
     status: CellStatus
     cause: str | None = None

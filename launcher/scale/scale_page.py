@@ -26,7 +26,7 @@ SPLIT = {
 }
 RESULT_NOTE = (
     "Speed-up and efficiency are relative to `single` on one rank; [low to high]: 95 % interval. comm.: "
-    "throughput / throughput of the ceiling; exposed: share of a step spent waiting for gradients; data: "
+    "throughput / throughput of the ceiling; exposed: time lost to communication, 1 - comm.; data: "
     "share of a step spent waiting for data; slowest: compute time of the slowest rank / median of the "
     "others; memory: highest peak of any rank; MFU: share of the data-sheet peak; MAMFU: share of the "
     "measured matmul rate. scaling.json contains the figures of every cell and repeat."

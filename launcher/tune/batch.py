@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_BUDGETS = 1.25  # no trial starts after the trials have taken this multiple of the budget
 THROUGHPUT_SHARE = 0.85  # share of the budget for memory trials and timed runs; the noise scale gets the rest
-STEPS_SHARE = 0.5  # a size is too slow if its steps in MIN_SIZES runs take more than this share of the budget
+STEPS_SHARE = 0.5  # a size is too slow if the steps of MIN_SIZES runs take more than this share of the budget
 MEMORY_STEPS = 3  # steps of a memory trial
 TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # share of the budget for the steps of the second memory trial
@@ -156,7 +156,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 
 
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
-    """Return a search's output directory. The search can be resumed later, also with a larger budget."""
+    """Return a search's output directory. The search can be resumed later, even with a larger budget."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
     return search_output(folder, spec.config, settings, "budget_s")
 
@@ -193,7 +193,7 @@ class BatchSearch:
         self._limited_by: Literal["memory", "budget", "global batch"] = "global batch"
 
     def run(self) -> None:
-        """Run the whole search. Raise Stopped after a stop signal, and TrialsFailed if every size fails."""
+        """Run the whole search. Raise Stopped after a stop signal, TrialsFailed if no size works."""
         self._measure_memory()
         sizes = self._choose_sizes(self.spec.sizes)
         self._first_round(sizes)
@@ -286,12 +286,12 @@ class BatchSearch:
     # --- throughput
 
     def _first_round(self, sizes: Sequence[int]) -> None:
-        """Time each size once, smallest first. Stop if the next does not fit in memory or no time is left."""
+        """Time each size once, smallest first. Stop when a size does not fit in memory or no time is left."""
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
         self._log(f"throughput: micro batches {', '.join(map(str, sizes))}; {self.samples} sequences/step")
         for micro in sizes:
             if self.used_s > self.spec.latest_s:
-                if not self.sizes:  # only memory trials have run
+                if not self.sizes:  # this round has timed no size, so use the memory trials
                     self._log("no time left for timed runs; resume in this directory with a larger --budget")
                     self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
                     self.sizes = sorted({trial.micro_batch for trial in self.trials})
@@ -332,7 +332,7 @@ class BatchSearch:
         return trial
 
     def _timed_steps(self, runs: int) -> int:
-        """Return the number of timed steps. They take as long as the start-up, or less if time is short."""
+        """Return how many timed steps fit in the start-up time and the time left (MIN_STEPS to MAX_STEPS)."""
         step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
         return min(throughput.MAX_STEPS, max(throughput.MIN_STEPS, int(each_s / step_s)))

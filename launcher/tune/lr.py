@@ -92,7 +92,7 @@ def tune_lr(
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
-    """For each rung, return (number of trials, share of a whole run's tokens that each trial trains on)."""
+    """Return (number of trials, share of a whole run's tokens that each trial trains on) for each rung."""
     whole_runs = FINALISTS * options.seeds + 1  # + 1: a neighbour of the best rate
     return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
@@ -118,7 +118,7 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict
     trials_text = f"{trial_count(options)} trials, {at_a_time} at a time"
     text = f"a range test of {steps}, then {trials_text}: as long as {runs:.1f} runs of {length}"
     if options.budget_s is not None:
-        return f"{text}, shortened to {format_duration(options.budget_s)} in total"
+        return f"{text}, limited to {format_duration(options.budget_s)} in total"
     if tokens is None and config.schedule.hours:
         return f"{text}, {format_duration(runs * config.schedule.hours * 3600)}"
     rate = predict(setup, ranks)
@@ -180,7 +180,7 @@ def measure(
 
 
 class LrSearch:
-    """Search for the learning rate. `range_test` and `rungs` keep all measurements, also if it is stopped.
+    """Search for the learning rate. `range_test` and `rungs` keep all measurements, even after a stop.
 
     Decisions depend only on the records of trials, so a resumed search makes the same decisions.
     """
@@ -219,7 +219,7 @@ class LrSearch:
             raise trials.TrialsFailed("in the last rung, every rate has a failed or diverged run")
 
     def _test_range(self) -> RangeTest:
-        """Run the range test: train with a rising rate. Raise TrialsFailed if it fails or records no loss."""
+        """Run the range test: train with a rising rate. Raise TrialsFailed if it fails or has no steps."""
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
         trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
@@ -245,7 +245,7 @@ class LrSearch:
             hours = config.schedule.hours or 0.0
             tokens = round(hours * 3600 * self._tokens_per_s)
             speed = f"{format_si(self._tokens_per_s, 'tokens/s')} on {count_of(spec.ranks, 'rank')}"
-            reason = f"{hours:g} h at {speed} (measured); if whole runs use more ranks, pass --tokens"
+            reason = f"{hours:g} h at {speed} (measured); if training will use more ranks, pass --tokens"
         tokens = whole_steps(config, tokens)
         left_s = math.inf if options.budget_s is None else options.budget_s - self._range_s
         if (whole_s := self._rungs_s(tokens)) > left_s:
@@ -335,7 +335,7 @@ def step_tokens(config: Config) -> int:
 
 
 def whole_steps(config: Config, tokens: float) -> int:
-    """Round a number of tokens to whole steps of `step_tokens` each, but to at least one step."""
+    """Round a number of tokens to a multiple of `step_tokens`, at least one step."""
     size = step_tokens(config)
     return max(1, round(tokens / size)) * size
 
@@ -398,7 +398,7 @@ def fixed_rate(lr: float) -> dict[str, Any]:
 
 
 def tuned_config(config: Config, lr: float) -> Config:
-    """Return the user's configuration with rate `lr`; lr_scaling keeps this rate at the configured batch."""
+    """Return the configuration with rate `lr`, which lr_scaling leaves unchanged at the configured batch."""
     update = fixed_rate(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}

@@ -15,7 +15,7 @@ from launcher.stats import half_width
 SMOOTHING = 5  # number of consecutive range-test losses that are averaged
 RISE_SHARE = 0.1  # at divergence, the loss exceeds its minimum by more than this share of its earlier fall
 # 8, because the minimum is low by chance: the lowest of 100 values lies 2.5 standard deviations below average
-RISE_SIGMAS = 8.0  # at divergence, also by more than this many standard deviations of the loss's noise
+RISE_SIGMAS = 8.0  # at divergence, also by more than this many standard deviations of the mean's noise
 EDGE_RATIO = 4.0  # divergence edge divided by the highest rate of the first ladder (arXiv 1506.01186: 3 or 4)
 EXTENSIONS = 3  # maximum number of rates added at each end of the ladder
 FINALISTS = 2
@@ -72,7 +72,7 @@ class Rung(StoredModel):
 
     @property
     def rates(self) -> list[float]:
-        """Return the rates, ascending."""
+        """Return the rates in ascending order."""
         return sorted({trial.lr for trial in self.trials})
 
     def scores(self, lr: float) -> list[float]:
@@ -94,7 +94,7 @@ class LrChoice(StoredModel):
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
-    # mean of (loss of the next best rate - loss of `lr`) over the seeds of both, in nats; null: no other rate
+    # mean of (loss of the next best rate - loss of `lr`) over shared seeds, in nats; null: no other rate
     lead: float | None
     edge_side: Side | None  # side of `lr` on which no rate was measured; null: both sides were measured
     tied: list[float]  # rates that are not significantly worse than `lr`

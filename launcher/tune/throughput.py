@@ -15,7 +15,7 @@ from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings
 
-MIN_SHARE_OF_BEST = 0.97  # a smaller size is preferred if it reaches this share of the best throughput
+MIN_SHARE_OF_BEST = 0.97  # on a CPU, a smaller size is preferred if it reaches this share of the best rate
 MEMORY_SHARE = 0.9  # a size fits if its predicted peak is at most this share of a rank's memory limit
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed steps per run
@@ -103,7 +103,7 @@ def with_micro(config: Config, micro: int) -> Config:
 
 
 def dividing_sizes(config: Config, ranks: int) -> list[int]:
-    """Return, ascending, the micro-batch sizes with which `ranks` ranks can form the global batch.
+    """Return, in ascending order, the micro-batch sizes with which `ranks` ranks can form the global batch.
     Raise ConfigError if there are none."""
     allowed = []
     for micro in divisors(config.batch.global_size):

@@ -34,7 +34,7 @@ ACTIVITIES = {
     "save": "saving",
     "done": "finishing",
 }
-"""Heartbeat phase -> description on the console. All other phases are parts of a training step."""
+"""Heartbeat phase -> description on the console. Every other phase is shown as a training step."""
 
 
 class Display:
@@ -49,7 +49,7 @@ class Display:
         self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = files.Tail(run_dir / "evals.jsonl")
-        self._evaluated = set(self._evals.lines()[0])  # old lines, which a replaced file may repeat
+        self._evaluated = set(self._evals.lines()[0])  # lines already read; a rewritten file may repeat them
         self._lines: list[dict[str, Any]] = []
         self._step_shown_s = -STEP_LINE_S
         self._left_s: float | None = None  # remaining time, estimated at _line_s

@@ -82,7 +82,7 @@ class RanksEnded(StoredModel):
     memory: RunMemory
 
     def by_clock(self, ahead_ns: int) -> RanksEnded:
-        """Convert times from a clock that is `ahead_ns` ahead of the local clock to the local clock."""
+        """Convert the times to the local clock. They come from a clock that is `ahead_ns` ahead of it."""
         errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
         exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
         failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
@@ -186,7 +186,7 @@ def _consequences(
 
 
 def add_disk_error(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add to a failure the `error` that a write to RUN raised. Make it the cause if no other is known."""
+    """Add `error`, raised by a write to RUN, to a failure. Make it the cause if no other cause is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: cannot write to {run_dir}"
     fix = "make space on that disk; the same command then resumes from the newest checkpoint"
     if failure.kind == "disk":

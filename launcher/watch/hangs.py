@@ -119,8 +119,8 @@ class OtherNodes(Protocol):
 class Watch:
     """Hang detector of a run. Call `poll` often; reports go to `log`, line by line, and to RUN/hang.txt.
 
-    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks are silent for the hang
-    limit, or if a single stopped or frozen rank is. The limit is the longer of hang_after_s and 3 median step
+    A rank is silent while its heartbeat shows no progress. A run hangs if all ranks, or one stopped or
+    frozen rank, stay silent for the hang limit. The limit is the longer of hang_after_s and 3 median step
     times. It is at least PATIENT_S while a rank's stack shows compilation. If all ranks are silent, it is
     also at least PATIENT_S while one of them is in a PATIENT phase, and until the first step is done.
     """
@@ -185,7 +185,7 @@ class Watch:
         patient = any(s.phase in PATIENT for s in self._ranks.values()) or not self._steps
         if min(s.silent_s for s in started) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        # a rank may look frozen during set-up: imports and loading may hold the interpreter lock for long
+        # a rank may look frozen during set-up, because long imports and loading hold the interpreter lock
         return any(s.silent_s >= limit and (s.stopped or (s.frozen and s.phase != "setup")) for s in started)
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
@@ -408,7 +408,7 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> HangDiagn
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """Name a collective by what must be equal on all ranks: the operation and, unless UNEVEN, the sizes."""
+    """Describe what must match across ranks in a collective: its operation and, if not UNEVEN, its sizes."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"

@@ -323,7 +323,7 @@ def test_a_run_starts_from_an_export_as_from_the_run_itself(runs: Path, shards: 
         return done.stdout + done.stderr
 
     output = train("foreign", f"hf:{out}", code=2)
-    assert f"data.tokenizer: the data use a different tokenizer than {out}" in output
+    assert f"data.tokenizer: the data uses a different tokenizer than {out}" in output
     (out / "tokenizer.json").unlink()
     train("exported", f"hf:{out}")
     init_from = read_json(tmp_path / "exported/summary.json")["init_from"]

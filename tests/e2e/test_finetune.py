@@ -66,7 +66,7 @@ def test_dev_is_a_fraction_of_train_and_each_seed_is_a_run(run_dir: Path, tmp_pa
     assert re.search(rf"^dev accuracy +{sum(scores) / 2:.4f} \u00b1 ", done.stdout, re.MULTILINE)
     report = report_of([tmp_path / "seed-0"])
     assert report.tiles[0].label == "dev/accuracy"
-    assert "a constant answer scores 0.5000" in report.tiles[0].cells[0].note
+    assert "a constant prediction scores 0.5000" in report.tiles[0].cells[0].note
     (classes,) = [section for section in report.sections if section.title == "Classes"]
     by_class, matrix = classes.tables
     assert [row.label for row in matrix.rows] == ["land", "sea"]

@@ -124,7 +124,7 @@ def test_a_dry_run_and_bad_input_start_nothing(run: Path, data: Path, tmp_path: 
     for more, line in (
         ("--tasks=MNLI,rte", "--tasks: MNLI needs MNLI/train.tsv"),
         ("--nproc=3", "batch.global_size"),
-        ("finetune.labels=[a,b]", "finetune.labels: determined by RUN and the task"),
+        ("finetune.labels=[a,b]", "finetune.labels: determined by the other arguments"),
         ("batch.micro_size=5", "batch.global_size"),
     ):
         assert line in refused(*command(run, data, out, more))

@@ -152,5 +152,5 @@ def test_lines_arrive_during_the_run_and_it_survives_a_deleted_store(tmp_path: P
         for step in (10, 20):
             files.append_line(run_dir / "metrics.jsonl", metrics(step))
     _, line = lines
-    assert line.startswith(f"warning: no further records of this run are sent to {service} (")
+    assert line.startswith(f"warning: no more records of this run will be sent to {service} (")
     assert sender.exit_code == 1

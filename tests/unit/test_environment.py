@@ -268,7 +268,7 @@ def printing(answer: object) -> str:
     [
         ("reduce", printing(REDUCED), "ok", "2 gloo ranks, 4.0 MiB in 4.00 ms, 1.05 GB/s"),
         ("reduce", "raise RuntimeError('no gloo here')", "fail", "no gloo here"),
-        ("reduce", "print('hi')", "fail", "it printed no result"),
+        ("reduce", "print('hi')", "fail", "the test printed no result"),
         ("save", printing(FAST), "ok", "64 MiB in 0.50 s, 134 MB/s"),
         ("save", printing(SLOW), "warn", "34 MB/s"),
         ("save", FULL, "fail", "OSError: full"),

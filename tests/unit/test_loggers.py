@@ -148,7 +148,7 @@ def test_a_missing_package_does_not_affect_other_services(tmp_path: Path) -> Non
     with loggers.Loggers(run_dir, [ABSENT, "tensorboard"], messages.append) as sender:
         wait_for(lambda: len(messages) == 2, 30)  # during the run, not at its end
     assert sorted(messages)[0].startswith(f"tensorboard: {run_dir / 'tensorboard'}")
-    unsent = f"warning: no further records of this run are sent to {ABSENT} (ModuleNotFoundError: "
+    unsent = f"warning: no more records of this run will be sent to {ABSENT} (ModuleNotFoundError: "
     assert sorted(messages)[1].startswith(unsent)
     assert sender.exit_code == 1
     assert b"summary/final_loss" in events(run_dir)
@@ -173,8 +173,8 @@ sys.stdin.read()
     [
         (True, "time.sleep(0.3)", 0, None),  # without a time limit
         (False, f"sys.exit({loggers.INCOMPLETE})", 1, None),  # the child itself reports unsent records
-        (False, "time.sleep(600)", 1, "it did not exit in time"),
-        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143, "it did not exit in time"),
+        (False, "time.sleep(600)", 1, "timed out"),
+        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143, "timed out"),
         (True, "os.abort()", 1, "killed by signal 6"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_service_is_waited_for_or_killed_and_its_failure_is_reported(
     with stop_signals(), loggers.Loggers(tmp_path, ["wandb"], messages.append, wait=wait) as sender:
         wait_for(lambda: ready.exists() and ready.read_text() == "wandb", 30)
         started = set(psutil.Process().children(recursive=True)) - before
-    if words == "it did not exit in time":
+    if words == "timed out":
         wait_for(lambda: not any(map(is_alive, started)), 10)
     for left in filter(is_alive, started):
         left.kill()

@@ -68,7 +68,7 @@ def test_arguments_with_an_equals_sign_are_settings() -> None:
     assert split_words(["a.b=1"], None) == (None, ["a.b=1"])
     assert split_words(None, None) == (None, [])
     (issue,) = issues_of(split_words, ["one", "two"], None)
-    assert issue.startswith("CONFIG: one and two ")
+    assert issue.startswith("CONFIG: more than one configuration: one, two")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_the_file_of_the_benchmark_gives_the_baseline(collected: Scaling) -> Non
     [
         (None, "cannot be read"),
         ("{", "is not JSON"),
-        ("{}", "contains no profile"),
+        ("{}", "contains no step-time profile"),
         (measured(cells=[cell("c", 2, 1.0, accumulation=0)]), "cells.0.accumulation"),
         (measured(links=[{"world_size": 2, "points": [{"bytes": 1, "seconds": 0.0}]}]), "points.0.seconds"),
         (measured(profile=profile(gradients=[])), "gradients"),

@@ -65,7 +65,7 @@ def test_a_rank_resumes_only_with_the_data_of_the_checkpoint(run_dir: Path) -> N
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     state = TrainState.from_checkpoint(resumed.facts)
     assert state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
-    with pytest.raises(ConfigError, match=f"hash {'0' * 16}, but the current shards have {'1' * 16}"):
+    with pytest.raises(ConfigError, match=f"hash {'0' * 16}, but the current data has {'1' * 16}"):
         build.select_checkpoint(rank_with(run_dir, "1"), "auto")
     assert build.select_checkpoint(rank_with(run_dir, "0"), "never") is None
 

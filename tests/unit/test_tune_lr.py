@@ -238,7 +238,7 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
         ("hours=0.5", LrOptions(), 0, "as long as 4.4 runs of 0.5 hours, 2 h 11 min"),
         ("steps=80", LrOptions(), 0, "then 12 trials, 2 at a time: as long as 4.4 runs of 10.2 k tokens; "),
         ("epochs=2", LrOptions(rates=3, seeds=1), 0, "6 trials, 2 at a time: as long as 2.2 runs of 2 ep"),
-        ("steps=80", LrOptions(budget_s=600), 0, "shortened to 10 min 00 s in total"),
+        ("steps=80", LrOptions(budget_s=600), 0, "limited to 10 min 00 s in total"),
         ("tokens=1e9", LrOptions(), 1, "as long as 7.6 runs of 1 G tokens, "),
     ],
 )

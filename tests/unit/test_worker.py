@@ -317,4 +317,4 @@ def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     comm = OneOf(1, 2, said="0" * 64)
     build.check_same_data(comm, DatasetInfo("0" * 64, None, 9))
     (line,) = issues_of(build.check_same_data, comm, DatasetInfo("1" * 64, None, 9))
-    assert "shards have hash 1111111111111111 on rank 1, 0000000000000000 on rank 0" in line
+    assert "the data has hash 1111111111111111 on rank 1, 0000000000000000 on rank 0" in line
