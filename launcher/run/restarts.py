@@ -18,8 +18,6 @@ from launcher.watch.failure import first_line
 
 WITHOUT_PROGRESS = 3  # no restart after this many consecutive failures without a checkpoint of a later step
 
-Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> outcome of the attempt
-
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
@@ -38,59 +36,78 @@ class RunOptions:
     after_save: Sequence[str] = ()  # command to run with the path of each new checkpoint
 
 
-def supervise(
-    start: Start,
-    config: Config,
-    run_dir: Path,
-    ranks: int,
-    options: RunOptions,
-    log: Callable[[str], None],
-    sleep: Callable[[float], int] | None = None,
-) -> processes.RunOutcome:
-    """Run the ranks, restart them after failures, and return the last outcome. List restarts in summary.json.
+class Restarts:
+    """Decide after each attempt whether to restart the run. List the restarts in summary.json.
 
     A run is not restarted if it completed, had unusable input, or was stopping because of a signal to the
     launcher. `sleep(seconds)` waits and returns the stop signal received during the wait, or 0.
     """
-    past: list[Restart] = []
-    idle, resume = 0, options.resume
-    while True:
-        before = newest_checkpoint(run_dir)
-        result = start(ranks, resume)
-        failure = result.failure
-        if failure is None or result.exit_code != 1 or result.signal or len(past) == options.max_restarts:
-            break
-        if failure.agreed:
-            log("not restarted: all ranks stopped together for a reason that would recur")
-            break
-        if failure.kind == "node_lost":
-            log("not restarted: a node is lost")
-            break
-        after = newest_checkpoint(run_dir)
-        idle = 0 if after[0] > before[0] else idle + 1
-        if idle == WITHOUT_PROGRESS:
-            log(f"not restarted: {idle} consecutive failures without a new checkpoint")
-            break
-        if options.elastic:
-            ranks = ranks_left(config, ranks, failure)
-        wait_s = 2.0**idle
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        ranks: int,
+        options: RunOptions,
+        log: Callable[[str], None],
+        sleep: Callable[[float], int] | None = None,
+    ):
+        self.next: tuple[int, str] | None = ranks, options.resume
+        """Number of ranks and value of --resume of the next attempt; None = the run has ended."""
+        self._config, self._run_dir, self._options, self._log = config, run_dir, options, log
+        self._sleep = sleep or wait_for_signal
+        self._newest = newest_checkpoint(run_dir)
+        self._idle = 0  # consecutive attempts without a checkpoint of a later step
+        self._past: list[Restart] = []
+
+    def after(self, ended: processes.RunOutcome) -> processes.RunOutcome:
+        """Set `next` after an attempt, and wait if the run is to be restarted. Return the run's outcome."""
+        assert self.next is not None, "the run has ended"
+        (ranks, resume), self.next = self.next, None
+        before, after = self._newest, newest_checkpoint(self._run_dir)
+        self._newest, self._idle = after, 0 if after[0] > before[0] else self._idle + 1
+        if (failure := self._restartable(ended)) is None:
+            return self._end(ended)
+        if self._options.elastic:
+            ranks = ranks_left(self._config, ranks, failure)
+        wait_s = 2.0**self._idle
         if after != before or resume == "never":  # otherwise, nothing was saved, so `resume` stays as it is
             resume = "auto"
         place, headline = f"step {after[0]}" if after[0] >= 0 else "the start", failure.headline()
-        log(
-            f"restart {len(past) + 1} of {options.max_restarts} in {wait_s:.0f} s on "
+        self._log(
+            f"restart {len(self._past) + 1} of {self._options.max_restarts} in {wait_s:.0f} s on "
             f"{count_of(ranks, 'rank')} from {place}: {first_line(headline)}"
         )
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        past.append(Restart(date=date, step=after[0], ranks=ranks, cause=headline, failure_kind=failure.kind))
-        if stop := (sleep or wait_for_signal)(wait_s):
+        kind = failure.kind
+        self._past.append(Restart(date=date, step=after[0], ranks=ranks, cause=headline, failure_kind=kind))
+        if stop := self._sleep(wait_s):
             stopped = Summary(status="stopped", signal=stop)
-            processes.complete_summary(run_dir, status=stopped.status, signal=stop)
-            result = processes.RunOutcome(stopped.exit_code, failure, stop)
-            break
-    if past:
-        processes.complete_summary(run_dir, restarts=past)
-    return result
+            processes.complete_summary(self._run_dir, status=stopped.status, signal=stop)
+            return self._end(processes.RunOutcome(stopped.exit_code, failure, stop))
+        self.next = ranks, resume
+        return ended
+
+    def _restartable(self, ended: processes.RunOutcome) -> Failure | None:
+        """Return the failure if the run may be restarted, else None."""
+        failure, is_last = ended.failure, len(self._past) == self._options.max_restarts
+        if failure is None or ended.exit_code != 1 or ended.signal or is_last:
+            return None
+        if failure.agreed:
+            reason = "all ranks stopped together for a reason that would recur"
+        elif failure.kind == "node_lost":
+            reason = "a node is lost"
+        elif self._idle == WITHOUT_PROGRESS:
+            reason = f"{self._idle} consecutive failures without a new checkpoint"
+        else:
+            return failure
+        self._log(f"not restarted: {reason}")
+        return None
+
+    def _end(self, outcome: processes.RunOutcome) -> processes.RunOutcome:
+        if self._past:
+            processes.complete_summary(self._run_dir, restarts=self._past)
+        return outcome
 
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:

@@ -33,11 +33,11 @@ from launcher.report.formats import count_of, format_duration, format_gib, forma
 from launcher.report.html import write_or_warn
 from launcher.report.page import show_end, show_report
 from launcher.report.run_page import MAX_PASSES, of_directories
-from launcher.run import peers, processes, restarts
+from launcher.run import peers, processes
 from launcher.run.after_save import AfterSave
 from launcher.run.loggers import Loggers
 from launcher.run.nodes import Place
-from launcher.run.restarts import RunOptions
+from launcher.run.restarts import Restarts, RunOptions
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import failure, hangs
 from launcher.watch.display import Display
@@ -265,7 +265,9 @@ def run_locked(
 
     with ledger:
         with loggers, saved:
-            result = restarts.supervise(attempt, config, run_dir, ranks, options, log)
+            restarts = Restarts(config, run_dir, ranks, options, log)
+            while restarts.next:
+                result = restarts.after(attempt(*restarts.next))
         close_run(run_dir, result.failure, console, command_s=age_s(), spent=ledger.update())
     return result.exit_code
 

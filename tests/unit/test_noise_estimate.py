@@ -63,7 +63,9 @@ def test_signal_and_noise_must_both_exceed_zero_at_99_9_percent(sigmas: float, o
     result = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
     assert (result.verdict == "ok") == ok
     assert result.reason == (
-        None if ok else "the gradient signal is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
+        None
+        if ok
+        else "the gradient signal is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
     )
     assert result.trace == pytest.approx(10)
     assert (result.interval is not None, result.noise_scale is not None) == (ok, ok)
@@ -71,7 +73,9 @@ def test_signal_and_noise_must_both_exceed_zero_at_99_9_percent(sigmas: float, o
     result = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
     assert (result.verdict == "ok") == ok
     assert result.reason == (
-        None if ok else "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
+        None
+        if ok
+        else "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
     )
     assert result.grad_sq == pytest.approx(3)
 
@@ -86,7 +90,10 @@ def test_too_few_steps_or_a_zero_estimate_are_inconclusive() -> None:
     assert (by_hand.noise_scale, *(by_hand.interval or ())) == pytest.approx((20 / 3,) * 3)
     assert (by_hand.grad_sq, by_hand.trace) == pytest.approx((3, 20))
     same = estimate([5.0] * 60, [5.0] * 60, 2, 10)
-    assert same.reason == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
+    assert (
+        same.reason
+        == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
+    )
     assert estimate([13.0] * 50, [5.0] * 50, 2, 10).verdict == "ok"
     none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
     assert (none.verdict, none.grad_sq) == ("inconclusive", 0.0)

@@ -14,7 +14,7 @@ from bert_dp.files.models import Failure
 from launcher.machine import environment
 from launcher.run import processes, restarts
 from launcher.run.processes import RunOutcome
-from launcher.run.restarts import RunOptions, supervise
+from launcher.run.restarts import Restarts, RunOptions
 from tests.helpers import make_config, read_json
 from tests.states import FACTS
 
@@ -57,7 +57,10 @@ class Play:
 
     def go(self, max_restarts: int, ranks: int = 4, micro_size: int = 1, **options: Any) -> RunOutcome:
         given, of = RunOptions(max_restarts=max_restarts, **options), config(micro_size=micro_size)
-        return supervise(self.start, of, self.run_dir, ranks, given, self.logged.append, self.sleep)
+        runs = Restarts(of, self.run_dir, ranks, given, self.logged.append, self.sleep)
+        while runs.next:
+            outcome = runs.after(self.start(*runs.next))
+        return outcome
 
 
 NONE, AGREED = (1, RAISED, None), RAISED.model_copy(update={"agreed": True})
