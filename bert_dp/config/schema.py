@@ -135,8 +135,8 @@ class RunConfig(Section):
     """auto = all GPUs of the machine, or the CPU if the machine has no GPU."""
     deterministic: Annotated[bool, FREE_ON_RESUME] = False
     """Use a fixed order of additions on GPUs, so that a run resumed with the same number of ranks and the
-    same micro batch is bit-equal to an uninterrupted one. This slows down training on GPUs. CPUs always
-    use a fixed order."""
+    same micro batch is bit-equal to an uninterrupted one, unless the budget is in hours, dollars or kWh. This
+    slows down training on GPUs. CPUs always use a fixed order."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Source of the initial weights: a checkpoint, a run directory, or hf:DIR. DIR contains a BERT, RoBERTa
     or ModernBERT in transformers format; it also supplies the model settings and the tokenizer. Counters and

@@ -37,7 +37,7 @@ EXIT_WAIT_S = 60.0  # maximum wait for a killed process to exit; a file server o
 def run_process() -> None:
     """Run one rank in this process; exit with the code that `main` returns."""
     code = main(standalone=files.LAUNCHER_PID not in os.environ)
-    if code:  # skip the shutdown of the process group, because peers may have exited
+    if code:  # skip the exit handlers, because torch's may wait minutes for its compile workers
         sys.stdout.flush()
         os._exit(code)
     process.exit_process(0)

@@ -254,7 +254,7 @@ def _follow(
 
 def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
     """Return whether a rank recorded an error, exited before the summary was written (node 0) or exited with
-    an error code (other nodes). Return False while the files cannot be read, for example over a network."""
+    an error code (other nodes). Return False while the files cannot be read, as when a file server hangs."""
     with contextlib.suppress(OSError):
         if failure.error_files(run_dir / "logs", start.ranks):
             return True

@@ -53,6 +53,7 @@ def test_estimates_and_intervals_equal_the_formulas(steps: int) -> None:
 
 DEVIATION = math.sqrt(20 / 19 / 60**2 * 20 * 3**2)
 """Standard error of the mean of 60 steps that alternate between +1 and -1 every three steps."""
+TOO_WEAK = "the gradient {} is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
 TURNS = [1.0 if k // 3 % 2 else -1.0 for k in range(60)]
 
 
@@ -62,21 +63,13 @@ def test_signal_and_noise_must_both_exceed_zero_at_99_9_percent(sigmas: float, o
     big = [5 + mean + turn for turn in TURNS]
     result = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
     assert (result.verdict == "ok") == ok
-    assert result.reason == (
-        None
-        if ok
-        else "the gradient signal is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
-    )
+    assert result.reason == (None if ok else TOO_WEAK.format("signal"))
     assert result.trace == pytest.approx(10)
     assert (result.interval is not None, result.noise_scale is not None) == (ok, ok)
     big = [3 + (mean + turn) / 2 for turn in TURNS]
     result = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
     assert (result.verdict == "ok") == ok
-    assert result.reason == (
-        None
-        if ok
-        else "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
-    )
+    assert result.reason == (None if ok else TOO_WEAK.format("noise"))
     assert result.grad_sq == pytest.approx(3)
 
 
@@ -90,10 +83,7 @@ def test_too_few_steps_or_a_zero_estimate_are_inconclusive() -> None:
     assert (by_hand.noise_scale, *(by_hand.interval or ())) == pytest.approx((20 / 3,) * 3)
     assert (by_hand.grad_sq, by_hand.trace) == pytest.approx((3, 20))
     same = estimate([5.0] * 60, [5.0] * 60, 2, 10)
-    assert (
-        same.reason
-        == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 % confidence)"
-    )
+    assert same.reason == TOO_WEAK.format("noise")
     assert estimate([13.0] * 50, [5.0] * 50, 2, 10).verdict == "ok"
     none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
     assert (none.verdict, none.grad_sq) == ("inconclusive", 0.0)
